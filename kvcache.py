@@ -1,0 +1,346 @@
+"""kvcache.py: where the keys and values of every token live, and how attention finds them again.
+
+What it does.  Hands out the blocks of one memory pool (`BlockAllocator`), lays the tokens of a step end to end
+(`Batch`), keeps the K/V tensors (`KVCache`) and attends over them through block tables (`attention_*`).
+
+What it does not know.  Requests, budgets, sampling, text. It imports no other module of the project.
+
+The idea (PagedAttention, Kwon et al. 2023).  Memory is cut into blocks of `block_size` slots; one slot holds the K
+and V of one token, in every layer. A sequence owns a list of block ids, its *block table*, in order of position:
+
+    position p of a sequence  ->  slot  block_table[p // block_size] * block_size + p % block_size
+
+So a sequence grows one block at a time, wherever a block is free, and at most block_size - 1 slots are wasted. Two
+sequences that start with the same tokens can name the same block. A block that is full, computed and committed gets
+a *chained hash*: of its own tokens and of everything before them, since K and V depend on all of that. A newcomer
+walks its prompt block by block through those hashes and starts after the last hit.
+
+Who owns the slots of a running sequence of n tokens (half-open ranges of positions):
+
+    [0, num_cached)               found in the prefix cache, perhaps shared; read only
+    [num_cached, num_computed)    written by this sequence; full blocks of it are published, and read only from then
+    [num_computed, n)             reserved: this sequence will write it, nobody reads it yet
+    [n, end of the last block)    not written, never read
+
+Invariants (`BlockAllocator.check` tests them).
+  - Free blocks and blocks in use partition the pool; ref_count is the number of block tables that name the block.
+  - A refused allocation changes nothing. Taking and freeing a block cost the same however large the pool is.
+  - Only full, computed, committed blocks can be found. A hit compares the tokens of the whole chain, not just hashes.
+
+Policies.  A freed block stays findable until its memory is wanted; the one freed longest ago goes first, and of one
+sequence the tail before the head (a tail without its head could not be found). Rejected: a radix tree (SGLang), which
+also shares within a block's length, but needs a tree where one dict does.
+
+Limits.  Two sequences that compute the same prefix in the same step each keep a copy; the first one is found later.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# Dimensions: T tokens in the step, R sequences in the step, C context length, H query heads, G key/value heads
+# (H is a multiple of G; GPT-2 has G = H), D head_dim, N blocks, B block_size, W widest block table.
+
+
+# ----------------------------------------------------------------------------------------------
+# the block allocator
+
+
+def hash_block(parent_hash, tokens):
+    """The hash of a full block: of the hash of all blocks before it and of its own tokens.
+
+    Python's hash of integers is the same in every process, but easy to collide on purpose: it finds
+    candidates, and `same_chain` decides.
+    """
+    return hash((parent_hash, tokens))
+
+
+class Prefix:
+    """What a published block holds: its tokens, and through `parent` all tokens before them."""
+
+    __slots__ = ("parent", "tokens", "hash")
+
+    def __init__(self, parent, tokens):
+        self.parent, self.tokens = parent, tuple(tokens)
+        self.hash = hash_block(parent.hash if parent else 0, self.tokens)
+
+
+def same_chain(a, b):
+    """True if two Prefix chains spell the same tokens from the very start.
+
+    Chains usually share their parents, so the walk ends at the first `a is b`.
+
+    >>> root = Prefix(None, [1, 2])
+    >>> same_chain(Prefix(root, [3, 4]), Prefix(Prefix(None, [1, 2]), [3, 4]))
+    True
+    >>> same_chain(Prefix(root, [3, 4]), Prefix(Prefix(None, [9, 9]), [3, 4]))
+    False
+    """
+    while a is not b:
+        if a is None or b is None or a.tokens != b.tokens:
+            return False
+        a, b = a.parent, b.parent
+    return True
+
+
+class BlockAllocator:
+    """The pool of blocks: who uses which, and which full blocks can be found by their content.
+
+    >>> pool = BlockAllocator(num_blocks=4, block_size=2)
+    >>> table = []
+    >>> pool.allocate(table, num_tokens=5), table       # five tokens need three blocks of two
+    (True, [0, 1, 2])
+    >>> pool.publish(table, [7, 7, 8, 8, 9], 0, 5)      # two of them are full
+    >>> pool.release(table)
+    >>> pool.find_prefix([7, 7, 8, 8, 9])
+    [0, 1]
+    >>> pool.find_prefix([7, 7, 8, 8])                  # one token must be left to compute
+    [0]
+    """
+
+    def __init__(self, num_blocks, block_size, enable_prefix_caching=True):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_count = [0] * num_blocks
+        self.prefix = [None] * num_blocks                       # block -> the Prefix it holds, once published
+        self.by_hash = {}                                       # hash -> the block it finds
+        self.free = OrderedDict.fromkeys(range(num_blocks))     # ids with ref_count 0, next to be taken first
+
+    def blocks_needed(self, num_tokens):
+        """Blocks that hold num_tokens.
+
+        >>> BlockAllocator(8, 16).blocks_needed(17)
+        2
+        """
+        return math.ceil(num_tokens / self.block_size)
+
+    def find_prefix(self, tokens):
+        """The blocks of the longest cached prefix of `tokens`. Changes nothing: `allocate` takes them.
+
+        Whole blocks only, and at most len(tokens) - 1 tokens: the last token has to go through the model, or
+        there would be no logits to sample from.
+        """
+        hits, parent = [], None
+        if not self.enable_prefix_caching:
+            return hits
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            wanted = Prefix(parent, tokens[start:start + self.block_size])
+            block = self.by_hash.get(wanted.hash)
+            if block is None or not same_chain(self.prefix[block], wanted):
+                break                       # what comes after a miss depends on what is missing: useless
+            hits.append(block)
+            parent = self.prefix[block]
+        return hits
+
+    def allocate(self, table, num_tokens, hits=()):
+        """Extend `table`, first by the blocks found in the cache, until it holds num_tokens. False: no room.
+
+        All or nothing: a refusal leaves table and pool as they were.
+        """
+        fresh = self.blocks_needed(num_tokens) - len(table) - len(hits)
+        revived = sum(self.ref_count[block] == 0 for block in hits)     # free until now, and no longer takeable
+        if fresh > len(self.free) - revived:
+            return False
+        for block in hits:                  # before anything is taken, or we might take our own hits
+            self.free.pop(block, None)
+            self.ref_count[block] += 1
+        table.extend(hits)
+        table.extend(self._take() for _ in range(fresh))
+        return True
+
+    def _take(self):
+        """The free block that has waited longest. From here on its old content can't be found."""
+        block, _ = self.free.popitem(last=False)
+        if self._findable(block):
+            del self.by_hash[self.prefix[block].hash]
+        self.prefix[block] = None
+        self.ref_count[block] = 1
+        return block
+
+    def _findable(self, block):
+        """A second copy of the same content has a Prefix, but the hash leads to the first copy."""
+        prefix = self.prefix[block]
+        return prefix is not None and self.by_hash.get(prefix.hash) == block
+
+    def publish(self, table, tokens, start, end):
+        """Make the blocks findable that became full when positions [start, end) of `tokens` were computed.
+
+        Call it after the forward pass that wrote them, and never with positions that may still be taken
+        back (drafts): whoever finds a block reads it without asking.
+        """
+        if not self.enable_prefix_caching:
+            return
+        for i in range(start // self.block_size, end // self.block_size):
+            parent = self.prefix[table[i - 1]] if i else None
+            prefix = Prefix(parent, tokens[i * self.block_size:(i + 1) * self.block_size])
+            self.prefix[table[i]] = prefix
+            self.by_hash.setdefault(prefix.hash, table[i])
+
+    def release(self, table):
+        """Give up every block of `table` and empty it. A block goes back to the pool with its last owner."""
+        for block in reversed(table):       # tail first, so that it is reused before the head it depends on
+            if self.ref_count[block] == 0:
+                raise RuntimeError(f"block {block} was freed twice")
+            self.ref_count[block] -= 1
+            if self.ref_count[block] == 0:
+                self.free[block] = None
+                if not self._findable(block):
+                    self.free.move_to_end(block, last=False)    # of no use to anybody: reuse it first
+        table.clear()
+
+    @property
+    def num_used(self):
+        return self.num_blocks - len(self.free)
+
+    def check(self, tables):
+        """Raise RuntimeError if an invariant is broken; tables: the block tables of all live sequences."""
+        owners = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                owners[block] += 1
+        for block in range(self.num_blocks):
+            if self.ref_count[block] != owners[block]:
+                raise RuntimeError(f"block {block}: ref_count {self.ref_count[block]}, but {owners[block]} owners")
+            if (block in self.free) != (owners[block] == 0):
+                raise RuntimeError(f"block {block}: {owners[block]} owners, in the free list: {block in self.free}")
+        if len(self.free) + sum(n > 0 for n in owners) != self.num_blocks:
+            raise RuntimeError("free blocks and blocks in use do not add up to the pool")
+        for key, block in self.by_hash.items():
+            prefix = self.prefix[block]
+            if prefix is None or prefix.hash != key or len(prefix.tokens) != self.block_size:
+                raise RuntimeError(f"block {block}: the hash map and the block disagree")
+
+
+# ----------------------------------------------------------------------------------------------
+# the batch: the tokens of one step, of all its sequences, laid end to end
+
+
+@dataclass
+class Batch:
+    """One step's input. There is no padding: a sequence that computes one token has one row, one that
+    computes a chunk of 100 has 100.
+
+    >>> batch = Batch.build([([5], 6, [3, 1], 1), ([7, 8, 9], 0, [2], 0)], block_size=4)
+    >>> batch.positions.tolist(), batch.slots.tolist()
+    ([6, 0, 1, 2], [6, 8, 9, 10])
+    >>> batch.query_start.tolist(), batch.context_len.tolist(), batch.logit_rows.tolist()
+    ([0, 1, 4], [7, 3], [0])
+    """
+
+    tokens: np.ndarray          # [T] ids
+    positions: np.ndarray       # [T] position of each token in its own sequence
+    slots: np.ndarray           # [T] where its K and V go (vLLM's slot_mapping)
+    query_start: np.ndarray     # [R + 1] sequence r owns the rows [query_start[r], query_start[r + 1])
+    context_len: np.ndarray     # [R] tokens in the cache once this step's are written: the last row attends to all
+    block_tables: np.ndarray    # [R, W] block ids, padded with -1
+    logit_rows: np.ndarray      # rows whose logits somebody will sample from
+    block_size: int
+
+    @classmethod
+    def build(cls, sequences, block_size):
+        """sequences: list of (new token ids, position of the first, block table, how many last rows need logits)."""
+        counts = np.array([len(tokens) for tokens, _, _, _ in sequences])
+        starts = np.array([start for _, start, _, _ in sequences])
+        wanted = np.array([logits for _, _, _, logits in sequences])
+        block_tables = np.full((len(sequences), max(len(table) for _, _, table, _ in sequences)), -1)
+        for r, (_, _, table, _) in enumerate(sequences):
+            block_tables[r, :len(table)] = table
+        query_start = np.concatenate([[0], np.cumsum(counts)])
+        owner = np.repeat(np.arange(len(sequences)), counts)                            # [T] row -> sequence
+        positions = np.arange(len(owner)) - query_start[owner] + starts[owner]          # [T]
+        slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
+        context_len = starts + counts
+        return cls(np.concatenate([tokens for tokens, _, _, _ in sequences]), positions, slots, query_start,
+                   context_len, block_tables, np.flatnonzero(positions >= (context_len - wanted)[owner]), block_size)
+
+    @cached_property
+    def groups(self):
+        """The sequences with the same number of new rows n, as dense tensors: all decodes (n = 1) form one group,
+        each prefill chunk usually its own. Made once per step, read by every layer.
+
+        List of (rows [R', n], slots [R', C], mask [R', 1, n, C]), R' sequences, C the longest context among them.
+        """
+        counts, groups = np.diff(self.query_start), []
+        for n in np.unique(counts):
+            members = np.flatnonzero(counts == n)
+            rows = self.query_start[members, None] + np.arange(n)                       # [R', n]
+            column = np.arange(self.context_len[members].max())                         # [C]
+            # Past its own context a shorter sequence reads its position 0 once more: a slot that is surely written.
+            # The mask drops it, but 0 * NaN is NaN, so the mask alone could not make a foreign slot harmless.
+            read = np.where(column < self.context_len[members, None], column, 0)        # [R', C]
+            slots = self.block_tables[members[:, None], read // self.block_size] * self.block_size + read % self.block_size
+            mask = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
+            groups.append(tuple(torch.from_numpy(array) for array in (rows, slots, mask)))
+        return groups
+
+
+# ----------------------------------------------------------------------------------------------
+# attention over the block tables
+
+
+def attention_numpy(q, k_cache, v_cache, batch):
+    """The reference: every row attends to positions 0 .. its own, one slot after the other, in float64.
+
+    q [T, H, D], caches [N, B, G, D] of one layer, torch tensors on the CPU -> [T, H, D].
+    Query head h reads key/value head h // (H / G).
+    """
+    queries, keys, values = (tensor.double().numpy() for tensor in (q, k_cache, v_cache))
+    T, H, D = queries.shape
+    G = keys.shape[2]
+    keys, values = keys.reshape(-1, G, D), values.reshape(-1, G, D)                 # [N, B, G, D] -> [slots, G, D]
+    out = np.zeros((T, H, D))
+    for r, table in enumerate(batch.block_tables):
+        for row in range(batch.query_start[r], batch.query_start[r + 1]):
+            position = np.arange(batch.positions[row] + 1)                          # causal: itself and before
+            slots = table[position // batch.block_size] * batch.block_size + position % batch.block_size
+            for h in range(H):
+                g = h * G // H
+                scores = keys[slots, g] @ queries[row, h] / math.sqrt(D)            # [C, D] @ [D] -> [C]
+                weights = np.exp(scores - scores.max())
+                out[row, h] = weights / weights.sum() @ values[slots, g]            # [C] @ [C, D] -> [D]
+    return torch.from_numpy(out).to(q.dtype)
+
+
+def attention_torch(q, k_cache, v_cache, batch):
+    """The same by gathering each group's keys and values out of their slots. Shapes as in attention_numpy."""
+    _, H, D = q.shape
+    G = k_cache.shape[2]
+    keys, values = k_cache.view(-1, G * D), v_cache.view(-1, G * D)                 # [slots, G * D]
+    out = torch.empty_like(q)
+    for rows, slots, mask in batch.groups:
+        rows, slots, mask = rows.to(q.device), slots.to(q.device), mask.to(q.device)
+        shape = (*slots.shape, G, D)
+        k = keys.index_select(0, slots.flatten()).view(shape).transpose(1, 2)       # -> [R', G, C, D]
+        v = values.index_select(0, slots.flatten()).view(shape).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q[rows].transpose(1, 2), k, v, attn_mask=mask, enable_gqa=H != G)
+        out[rows] = attended.transpose(1, 2)                                        # [R', H, n, D] -> [R', n, H, D]
+    return out
+
+
+ATTENTION = {"numpy": attention_numpy, "torch": attention_torch}
+
+
+class KVCache:
+    """The K and V of every slot of the pool, in every layer. Which slot belongs to whom is the allocator's business."""
+
+    def __init__(self, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, attention):
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.attention = ATTENTION[attention]
+
+    def attend(self, layer, q, k, v, batch):
+        """Write the new k, v [T, G, D] into their slots, then attend with q [T, H, D] -> [T, H, D].
+
+        All writes come before any read: a row reads what later rows of its own sequence left alone, and
+        what earlier rows of this very step have just written.
+        """
+        slots = torch.from_numpy(batch.slots).to(q.device)
+        self.k[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
+        return self.attention(q, self.k[layer], self.v[layer], batch)

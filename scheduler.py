@@ -1,0 +1,200 @@
+"""scheduler.py: who computes how many tokens in the next step.
+
+What it does.  Keeps the requests, decides before each step which of them compute which of their tokens, takes the
+blocks for that, and preempts when the pool is dry.
+
+What it does not know.  The model, logits, text, time. A token is an integer here.
+
+The idea (continuous batching: Orca, Yu et al. 2022; chunked prefill: Sarathi-Serve, Agrawal et al. 2024).  A step is
+one forward pass over at most `max_num_batched_tokens` tokens, the *token budget*. A request is a list of tokens that
+`num_computed_tokens` chases: a new prompt of 100 is 100 behind; a request that is streaming is one behind, the token
+sampled last, whose K/V do not exist yet. So there is no prefill mode and no decode mode, only this table:
+
+    positions                                     what they are                      written by
+    [0, num_computed_tokens)                      K/V in the cache                   earlier steps, or a prefix hit
+    [num_computed_tokens, + n)                    this step's chunk of n tokens      this step
+    [num_computed_tokens + n, len(tokens))        the rest of the prompt             later steps
+    [len(tokens), len(tokens) + len(drafts))      guesses (speculative decoding)     this step, kept if accepted
+
+Each running request owns one token of the budget, so nobody's stream ever stops; what is left over, `spare`, goes to
+those who are further behind, and then to newcomers.
+
+Invariants (`Scheduler.check`).
+  - Scheduled tokens, drafts included, stay within the budget; at most min(max_num_seqs, budget) requests run.
+  - Every running request computes at least one token in every step, unless it is preempted.
+  - running, then waiting, is the order of arrival. A waiting request holds no block.
+
+Policies.  Newcomers are admitted in order of arrival, and only if the whole sequence fits the pool now; the first
+that does not fit holds back those behind it (rejected: letting small ones pass, which starves the large one). If the
+pool is dry, the newest running request gives up all its blocks, keeps its tokens, and becomes the first of those
+waiting: the oldest request always advances, so every request ends. Rejected: swapping K/V to the host; recomputing
+is simpler, and K/V that is still in the prefix cache is found again.
+
+Limits.  First come, first served: no priorities.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache import BlockAllocator
+
+
+@dataclass(eq=False)            # two requests are the same only if they are the same object
+class Request:
+    """One request, from arrival to its last token."""
+
+    request_id: str
+    tokens: list                # prompt, then output; only ever grows, and survives a preemption
+    num_prompt_tokens: int
+    max_len: int                # len(tokens) never exceeds it: prompt + max_tokens, cut at the context length
+    drafts: list = field(default_factory=list)      # guessed tokens after `tokens`, to be verified in this step
+    num_computed_tokens: int = 0
+    block_table: list = field(default_factory=list)
+    num_cached_tokens: int = 0                      # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    high_water: int = 0                             # most tokens ever computed: below it, computing is re-computing
+    admitted: bool = False                          # has run at least once
+    arrival: int = 0                                # numbers the requests in the order they came
+
+    @property
+    def num_missing(self):
+        """Tokens without K/V: 1 for a request that is streaming, more during its prefill."""
+        return len(self.tokens) + len(self.drafts) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self):
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+def share_budget_reference(missing, budget, chunk=None):
+    """The policy for running requests as one NumPy formula, memory aside; the scheduler must agree with it.
+
+    missing [R]: tokens each request lacks, in order of arrival, R <= budget -> [R] tokens each one computes.
+
+    >>> share_budget_reference([50, 1, 30, 1], budget=64).tolist()      # the streams' single tokens come first
+    [50, 1, 12, 1]
+    >>> share_budget_reference([50, 1, 30, 1], budget=64, chunk=20).tolist()
+    [20, 1, 20, 1]
+    """
+    missing = np.asarray(missing)
+    order = np.argsort(missing > 1, kind="stable")
+    extra = np.minimum(missing, chunk or budget)[order] - 1             # wanted beyond the one token each owns
+    before = np.cumsum(extra) - extra                                   # wanted by those who come first
+    spare = budget - len(missing)
+    counts = np.empty_like(missing)
+    counts[order] = 1 + np.minimum(extra, np.maximum(spare - before, 0))
+    return counts
+
+
+class Scheduler:
+    """The queue, the running set and the pool. Per step: `schedule`, forward pass, `advance` and `finish`."""
+
+    def __init__(self, pool: BlockAllocator, max_num_seqs, max_num_batched_tokens, max_prefill_chunk=None,
+                 batching="continuous", kv_reservation="paged"):
+        self.pool = pool
+        self.budget = max_num_batched_tokens
+        self.max_running = min(max_num_seqs, max_num_batched_tokens)
+        self.chunk = max_prefill_chunk or max_num_batched_tokens
+        self.static, self.reserved = batching == "static", kv_reservation == "reserved"
+        self.running = []               # in order of arrival
+        self.waiting = OrderedDict()    # request_id -> request, in order of arrival; any can leave at once
+        self.scheduled = []             # what the last schedule() chose
+        self.num_added = self.num_preemptions = 0
+
+    def add(self, request):
+        request.arrival = self.num_added = self.num_added + 1
+        self.waiting[request.request_id] = request
+
+    def schedule(self):
+        """Choose the next step: list of (request, n), the n tokens after request.num_computed_tokens.
+
+        Takes the blocks they need. The cost depends on the requests that run, not on the queue behind them.
+        """
+        chosen = {}                                                     # request -> n
+        spare = self.budget - len(self.running)
+        preempted, batch_is_over = False, not self.running
+
+        # 1) Running requests, those who lack a single token first: a prompt in chunks must not take their beat.
+        for request in sorted(self.running, key=lambda request: request.num_missing > 1):
+            if not request.block_table:
+                continue                                                # preempted a moment ago, by an older one
+            n = 1 + min(request.num_missing - 1, self.chunk - 1, spare)
+            while not self.pool.allocate(request.block_table, request.num_computed_tokens + n):
+                victim, preempted = self.running[-1], True
+                spare += chosen.pop(victim, 1)                          # what it was given, or its one token
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                chosen[request] = n
+                spare -= n - 1
+
+        # 2) Newcomers. Not after a preemption: they would take the very blocks that were missing.
+        while (self.waiting and spare > 0 and len(self.running) < self.max_running
+               and not preempted and (batch_is_over or not self.static)):
+            request = next(iter(self.waiting.values()))
+            hits = self.pool.find_prefix(request.tokens)
+            whole = request.max_len if self.reserved else len(request.tokens)
+            if not self.pool.allocate(request.block_table, whole, hits):
+                break
+            self._admit(request, len(hits) * self.pool.block_size)
+            chosen[request] = n = min(request.num_missing, self.chunk, spare)
+            spare -= n
+
+        self.scheduled = list(chosen.items())
+        return self.scheduled
+
+    def _admit(self, request, num_cached_tokens):
+        del self.waiting[request.request_id]
+        self.running.append(request)
+        request.num_computed_tokens = num_cached_tokens
+        if not request.admitted:            # hits after a preemption are the request's own work, not a saving
+            request.num_cached_tokens = num_cached_tokens
+            request.admitted = True
+
+    def _preempt(self, request):
+        """Take all its K/V. Its tokens stay, prompt and output alike, and will be computed again as one prompt."""
+        self.running.remove(request)
+        self.pool.release(request.block_table)
+        request.num_computed_tokens, request.drafts = 0, []
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+
+    def advance(self, request, n):
+        """The K/V of n more tokens of request.tokens are now computed and will stay: publish the full blocks."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += n
+        request.high_water = max(request.high_water, request.num_computed_tokens)
+        self.pool.publish(request.block_table, request.tokens, start, request.num_computed_tokens)
+
+    def finish(self, request):
+        """Remove a request in any state; its blocks are free at once, and findable until they are reused."""
+        if self.waiting.pop(request.request_id, None) is None:
+            self.running.remove(request)
+        self.pool.release(request.block_table)
+
+    def check(self):
+        """Raise RuntimeError if an invariant is broken."""
+        total = sum(n for _, n in self.scheduled)
+        if total > self.budget:
+            raise RuntimeError(f"{total} tokens scheduled, budget {self.budget}")
+        if len(self.running) > self.max_running:
+            raise RuntimeError(f"{len(self.running)} requests run, limit {self.max_running}")
+        arrivals = [request.arrival for request in (*self.running, *self.waiting.values())]
+        if arrivals != sorted(arrivals):
+            raise RuntimeError("running, then waiting, is not the order of arrival")
+        if not set(self.running) <= {request for request, _ in self.scheduled}:
+            raise RuntimeError("a running request computed nothing in this step")
+        for request in self.waiting.values():
+            if request.block_table or request.num_computed_tokens:
+                raise RuntimeError(f"waiting request {request.request_id} holds blocks")
+        for request in self.running:
+            if len(request.block_table) < self.pool.blocks_needed(request.num_computed_tokens):
+                raise RuntimeError(f"{request.request_id}: more tokens computed than its blocks hold")
+            if not 0 <= request.num_computed_tokens < len(request.tokens) <= request.max_len:
+                raise RuntimeError(f"{request.request_id}: num_computed_tokens or length out of range")
+        self.pool.check([request.block_table for request in self.running])

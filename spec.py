@@ -1,0 +1,212 @@
+"""spec.py: from logits to tokens, and from tokens to text.
+
+What it does.  Turns a row of logits into a distribution (`target_probs`), a distribution into a token (`verify`), and
+tokens into text that is cut at a stop string (`Detokenizer`).
+
+What it does not know.  Batches, blocks, the model: a row of logits is a NumPy array.
+
+The idea (speculative sampling: Leviathan et al. 2023, Chen et al. 2023).  A pass that checks k guessed tokens and one
+more costs little more than a pass for one token. Row i of the pass gives the target's distribution after i guesses:
+
+    accept guess x with probability min(1, target(x) / draft(x));
+    at the first refusal draw from the part of target that draft did not cover, max(target - draft, 0), normalised;
+    if all were accepted, draw one more, the bonus token, from the last row.
+
+What comes out is distributed exactly as if drawn from the target one by one. Plain sampling is the case of no
+guesses: nothing to accept, the bonus token is the token. Greedy is the case of a target with all its mass on one
+token. Neither needs code of its own.
+
+Invariants.
+  - The draw for a position depends on (seed, position, purpose) only: not on the batch, on how often the request was
+    preempted, or on what was drawn before. Accepting, the residual and the bonus have purposes of their own.
+  - `verify` emits at least one and at most 1 + k tokens.
+  - The pieces of text that a Detokenizer hands out concatenate to the final text; nothing of a stop string, and no
+    half of a character, is ever handed out.
+
+Policies.  Distributions are float64: softmax over 50,257 float32 logits loses digits that a draw can see. Ties at the
+edge of top-k are all kept, so the result does not depend on the order of the vocabulary.
+"""
+
+import codecs
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+BONUS, ACCEPT, RESIDUAL = range(3)          # the purposes of a draw
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it stops. A bad value raises ValueError.
+
+    max_tokens       most tokens to generate; the context length may end it earlier (finish_reason "length")
+    temperature      0 is greedy: always the likeliest token, the lowest id among equals
+    top_k            keep the k likeliest tokens; 0 is off, more than the vocabulary is the vocabulary
+    top_p            then keep the fewest tokens that hold this much probability; 1 is off
+    seed             same seed, same tokens; None takes the next seed of the engine
+    stop             a string or several: the text ends before the first of them
+    ignore_eos       go on after <|endoftext|>
+
+    >>> SamplingParams(stop="\\n").stop
+    ('\\n',)
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        stop = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
+        self._require("temperature", _is_real(self.temperature) and 0 <= self.temperature < math.inf,
+                      "a finite number of at least 0; 0 is greedy")
+        self._require("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 turns it off")
+        self._require("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off")
+        self._require("seed", self.seed is None or _is_int(self.seed), "an integer, or None for the engine's choice")
+        self._require("stop", all(isinstance(s, str) and s for s in self.stop), "a string or several, none of them empty")
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+
+    def _require(self, field, ok, remedy):
+        if not ok:
+            raise ValueError(f"{field}={getattr(self, field)!r}: it must be {remedy}")
+
+
+def _is_int(value):
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_real(value):
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+# ----------------------------------------------------------------------------------------------
+# randomness
+
+
+def draw(seed, position, purpose):
+    """A number in [0, 1), a function of its three arguments and of nothing else.
+
+    Philox (Salmon et al. 2011) is a generator with a counter in place of a state: any draw can be had first.
+
+    >>> draw(1, 5, BONUS) == draw(1, 5, BONUS), draw(1, 5, BONUS) == draw(1, 6, BONUS)
+    (True, False)
+    """
+    philox = np.random.Philox(key=seed % 2**128, counter=[0, 0, purpose, position])
+    return np.random.Generator(philox).random()
+
+
+def sample(probs, u):
+    """The token at which the running sum of probs [V] (not necessarily normalised) passes the share u of its total.
+
+    >>> [sample(np.array([0.25, 0.0, 0.75]), u) for u in (0.0, 0.24, 0.25, 0.99)]
+    [0, 0, 2, 2]
+    """
+    cdf = np.cumsum(probs)
+    token = np.searchsorted(cdf, u * cdf[-1], side="right")         # "right": never a token of probability 0
+    return int(min(token, np.flatnonzero(probs)[-1]))               # u * total can round up to the total
+
+
+# ----------------------------------------------------------------------------------------------
+# from logits to a distribution, from distributions to tokens
+
+
+def target_probs(logits, params):
+    """The distribution to sample from: logits [V] -> float64 probabilities [V].
+
+    >>> logits = np.log([0.1, 0.2, 0.3, 0.4])
+    >>> target_probs(logits, SamplingParams(temperature=0)).round(3).tolist()
+    [0.0, 0.0, 0.0, 1.0]
+    >>> target_probs(logits, SamplingParams(top_k=2)).round(3).tolist()
+    [0.0, 0.0, 0.429, 0.571]
+    >>> target_probs(logits, SamplingParams(top_p=0.6)).round(3).tolist()
+    [0.0, 0.0, 0.429, 0.571]
+    """
+    logits = np.asarray(logits, dtype=np.float64)
+    scaled = None
+    if params.temperature > 0:
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()) / params.temperature       # <= 0, so exp can't overflow
+    if scaled is None or not np.isfinite(scaled).all():                 # too cold to divide by: greedy, too
+        greedy = np.zeros(len(logits))
+        greedy[logits.argmax()] = 1.0
+        return greedy
+    if 0 < params.top_k < len(scaled):
+        smallest_kept = np.partition(scaled, -params.top_k)[-params.top_k]
+        scaled = np.where(scaled >= smallest_kept, scaled, -np.inf)
+    probs = np.exp(scaled)
+    probs /= probs.sum()
+    if params.top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        before = np.cumsum(probs[order]) - probs[order]                 # mass of all likelier tokens
+        probs[order[before >= params.top_p]] = 0.0                      # the likeliest has 0 before it: always kept
+        probs /= probs.sum()
+    return probs
+
+
+def verify(target, drafts, draft_probs, seed, position):
+    """Check the guesses against the target and add one token: 1 to 1 + k tokens.
+
+    target [k + 1, V]: row i is the target's distribution after drafts[:i]; drafts: k tokens; draft_probs [k, V]: the
+    distribution each was really drawn from; position: that of the first token to be emitted.
+
+    >>> verify(np.array([[0.0, 1.0]]), [], [], seed=0, position=9)          # no guesses: plain sampling
+    [1]
+    >>> one_hot = np.eye(4)
+    >>> verify(one_hot[[1, 2, 3]], [1, 2], one_hot[[1, 2]], seed=0, position=9)     # all accepted, and the bonus
+    [1, 2, 3]
+    >>> verify(one_hot[[1, 0, 3]], [1, 2], one_hot[[1, 2]], seed=0, position=9)     # 2 refused: corrected to 0
+    [1, 0]
+    """
+    for i, x in enumerate(drafts):
+        # u < target / draft, without the division
+        if draw(seed, position + i, ACCEPT) * draft_probs[i][x] >= target[i][x]:
+            residual = np.maximum(target[i] - draft_probs[i], 0.0)
+            residual = residual if residual.any() else target[i]        # equal but for rounding: any is right
+            return [*drafts[:i], sample(residual, draw(seed, position + i, RESIDUAL))]
+    return [*drafts, sample(target[-1], draw(seed, position + len(drafts), BONUS))]
+
+
+# ----------------------------------------------------------------------------------------------
+# from tokens to text
+
+
+class Detokenizer:
+    """The text of one request as it grows: bytes of tokens in, text that is safe to show out.
+
+    Two things are held back: the bytes of a character that is not complete yet (a token can end within one), and an
+    end of the text that may turn out to be the start of a stop string.
+
+    >>> text = Detokenizer(stop=("END",))
+    >>> [text.add(piece) for piece in (b"caf\\xc3", b"\\xa9 E", b"N", b"joy E", b"ND of it")], text.stopped
+    (['caf', 'é ', '', 'ENjoy ', ''], True)
+    """
+
+    def __init__(self, stop=()):
+        self.stop = stop
+        self.stopped = False
+        self._held = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data, final=False):
+        """Append the bytes of a token; return the new text. With final=True, all that was held back."""
+        if self.stopped:
+            return ""
+        text = self._held + self._decoder.decode(data, final)
+        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[:min(found)]
+        held = 0 if final else max((self._overlap(text, stop) for stop in self.stop), default=0)
+        self._held = text[len(text) - held:]
+        return text[:len(text) - held]
+
+    @staticmethod
+    def _overlap(text, stop):
+        """Length of the longest end of `text` that a stop string starts with."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
