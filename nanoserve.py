@@ -27,7 +27,6 @@ Limits.  GPT-2's architecture only, one device, no quantisation.
 """
 
 import argparse
-import codecs
 import dataclasses
 import functools
 import heapq
@@ -35,10 +34,11 @@ import json
 import math
 import mmap
 import os
-import random
 import re
 import sys
+import textwrap
 import time
+import typing
 import unicodedata
 from collections import deque
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache import ATTENTION, Batch, BlockAllocator, KVCache
-from scheduler import Request, Scheduler
+from scheduler import Request, Scheduler, Stats
 from spec import Detokenizer, SamplingParams, target_probs, verify
 
 EMBEDDED = Path(__file__).parent / "weights"
@@ -417,7 +417,7 @@ class GPT2:
 
 
 # ----------------------------------------------------------------------------------------------
-# configuration, outputs, statistics
+# configuration and outputs
 
 
 def _choice(*allowed):
@@ -493,74 +493,10 @@ class Completion:
     num_preemptions: int = 0
     error: str | None = None
 
-
-class Histogram:
-    """Counts of durations in buckets of 1, 2, 5, 10, ... ms: memory does not grow with the number of requests."""
-
-    BOUNDS = [round(mantissa * 10.0 ** power, 6) for power in range(-3, 2) for mantissa in (1, 2, 5)]      # seconds
-
-    def __init__(self):
-        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
-
-    def observe(self, seconds):
-        self.counts[sum(seconds > bound for bound in self.BOUNDS)] += 1
-        self.sum += seconds
-
-    def as_dict(self):
-        return {"count": sum(self.counts), "sum": self.sum, "buckets": dict(zip([*self.BOUNDS, "inf"], self.counts))}
-
-
-class Stats:
-    """Counters since the engine was made; the gauges are ratios of them, so any two moments can be compared.
-
-    scheduled_tokens = prefill_tokens + decode_tokens + recomputed_tokens: each token position that went through a pass
-    was a prompt token for the first time, a sampled token, or one whose K/V a preemption had destroyed.
-    """
-
-    def __init__(self, engine):
-        self._engine = engine
-        self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
-        self.preemptions = self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
-        self.kv_peak = 0
-        self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.model_seconds = self.step_seconds = 0.0        # in the forward pass; in step() as a whole
-        self.first_step = self.last_step = None             # times: start of the first step, end of the last
-        # TTFT: arrival to first token. Queue time: arrival to first admission. End to end: arrival to last token.
-        # ITL: time between a request's tokens. A step that brings m tokens at once counts as one gap since the last
-        # step and m - 1 gaps of zero: what a reader sees, and the longest silence stays in the histogram.
-        self.ttft, self.itl, self.queue_time, self.e2e = Histogram(), Histogram(), Histogram(), Histogram()
-
-    running = property(lambda self: len(self._engine.scheduler.running))
-    waiting = property(lambda self: len(self._engine.scheduler.waiting))
-    kv_used = property(lambda self: self._engine.pool.num_used)
-    kv_cached = property(lambda self: len(self._engine.pool.by_hash), doc="blocks findable by prefix, in use or free")
-
-    @property
-    def busy(self):
-        """Share of the time since the first step in which a forward pass was running: what a dashboard calls GPU use."""
-        elapsed = self.last_step - self.first_step if self.steps else 0.0
-        return self.model_seconds / elapsed if elapsed else 0.0
-
-    @property
-    def occupancy(self):
-        """Requests per step / max_num_seqs."""
-        return self.scheduled_seqs / max(self.scheduled_seqs + self.idle_seats, 1)
-
-    @property
-    def budget_fill(self):
-        """Tokens per step / token budget."""
-        return self.scheduled_tokens / max(self.steps * self._engine.config.max_num_batched_tokens, 1)
-
-    @property
-    def goodput(self):
-        """Tokens delivered / token positions paid for: those computed, and one for every seat that a step left empty."""
-        return self.delivered_tokens / max(self.scheduled_tokens + self.idle_seats, 1)
-
-    def as_dict(self):
-        values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        gauges = {name: getattr(self, name) for name, value in vars(type(self)).items() if isinstance(value, property)}
-        return {name: value.as_dict() if isinstance(value, Histogram) else value for name, value in (values | gauges).items()
-                if name not in ("first_step", "last_step")}
+    def add(self, output):
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.finish_reason, self.error = output.finish_reason, output.error
 
 
 # ----------------------------------------------------------------------------------------------
@@ -569,16 +505,11 @@ class Stats:
 
 @dataclass(eq=False)
 class ServedRequest(Request):
-    """A Request with what the scheduler does not need to know: how to sample it, its text, its times."""
+    """A Request with what the scheduler does not need to know: how to sample it, and its text."""
 
     params: SamplingParams = None
     seed: int = 0
     text: Detokenizer = None
-    arrival_time: float = 0.0
-    admission_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    longest_gap: float = 0.0
 
 
 class Engine:
@@ -598,7 +529,7 @@ class Engine:
         self.pool = BlockAllocator(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_chunk,
                                    config.batching, config.kv_reservation)
-        self.stats = Stats(self)
+        self.stats = Stats(self.scheduler)
         self.requests = {}          # request_id -> request, while it lives
         self.last_batch = []        # (request, position of the first token, number of tokens) of the last step
         self._outbox = []           # outputs that the next step() will hand out
@@ -624,13 +555,26 @@ class Engine:
 
     def add_request(self, prompt, params=None, request_id=None):
         """Check a request and queue it. -> its id. prompt: text or token ids. Raises ValueError, changing nothing."""
-        request = self._make_request(prompt, params, request_id)
-        self._num_requests += 1
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
-        return request.request_id
+        return self._queue([self._make_request(prompt, params, request_id, self._num_requests)])[0]
 
-    def _make_request(self, prompt, params=None, request_id=None):
+    def add_requests(self, prompts, params=None):
+        """All or none. params: one for all, or a list, one each. -> ids."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
+        return self._queue([self._make_request(prompt, one, None, self._num_requests + i)
+                            for i, (prompt, one) in enumerate(zip(prompts, each))])
+
+    def _queue(self, requests):
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
+            self._num_requests += 1
+        return [request.request_id for request in requests]
+
+    def _make_request(self, prompt, params, request_id, number):
+        """number: how many requests came before."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -655,13 +599,14 @@ class Engine:
             raise ValueError(f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
                              f"({self.pool.num_blocks} blocks of {self.pool.block_size}): lower max_tokens or raise num_blocks")
         if request_id is None:
-            numbers = iter(range(self._num_requests, sys.maxsize))
-            request_id = next(name for name in (f"request-{n}" for n in numbers) if name not in self.requests)
+            request_id = f"request-{number}"
+            while request_id in self.requests:
+                request_id += "'"
         if request_id in self.requests:
             raise ValueError(f"request_id {request_id!r} is alive: choose another, or abort it first")
         seed = params.seed
         if seed is None:            # a function of the engine's seed and of how many came before
-            seed = int(np.random.SeedSequence([self.config.seed, self._num_requests]).generate_state(1, np.uint64)[0])
+            seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
         return ServedRequest(request_id, tokens, len(tokens), max_len, params=params, seed=seed,
                              text=Detokenizer(params.stop), arrival_time=self.clock())
 
@@ -689,10 +634,10 @@ class Engine:
             return outputs
         batch = Batch.build([self._work(*item) for item in self.last_batch], self.config.block_size)
         before = self.clock()
+        self.stats.count_step(scheduled, before)
         logits = self.model.forward(batch, self.cache)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()      # [S, V]; NumPy has no bfloat16
         after = self.clock()
-        self._count(before)
         row = 0
         for request, n in scheduled:
             rows = 1 if n == request.num_missing else 0         # an unfinished prompt has nothing to sample from yet
@@ -701,11 +646,7 @@ class Engine:
             else:
                 self.scheduler.advance(request, n)
             row += rows
-        now = self.clock()
-        stats = self.stats
-        stats.model_seconds += after - before
-        stats.step_seconds += now - started
-        stats.first_step, stats.last_step = started if stats.steps == 1 else stats.first_step, now
+        self.stats.count_time(started, after - before, self.clock())
         return outputs
 
     @staticmethod
@@ -728,7 +669,7 @@ class Engine:
                 reason = "length"
             if reason:
                 break               # what was accepted beyond a stop is not part of the answer
-        self._time_tokens(request, len(new), now)
+        self.stats.count_tokens(request, len(new), now)
         self.scheduler.advance(request, n)      # publish before finish() gives the blocks away
         return self._finish(request, new, text, reason) if reason else StepOutput(request.request_id, new, text)
 
@@ -737,42 +678,8 @@ class Engine:
         self.scheduler.finish(request)
         del self.requests[request.request_id]
         text += request.text.add(b"", final=True)
-        self.stats.finished[reason] += 1
-        self.stats.e2e.observe(self.clock() - request.arrival_time)
+        self.stats.count_end(request, reason, self.clock())
         return StepOutput(request.request_id, new, text, reason, error)
-
-    def _count(self, now):
-        """Book the step that is about to run."""
-        stats = self.stats
-        stats.steps += 1
-        for request, start, n in self.last_batch:
-            again = max(0, min(start + n, request.high_water) - start)
-            prompt = max(0, min(start + n, request.num_prompt_tokens) - max(start, request.high_water))
-            stats.recomputed_tokens += again
-            stats.prefill_tokens += prompt
-            stats.decode_tokens += n - again - prompt
-            stats.scheduled_tokens += n
-            if request.admission_time is None:
-                request.admission_time = now
-                stats.cached_tokens += request.num_cached_tokens
-                stats.queue_time.observe(now - request.arrival_time)
-        stats.scheduled_seqs += len(self.last_batch)
-        stats.idle_seats += self.config.max_num_seqs - len(self.last_batch)
-        stats.preemptions = self.scheduler.num_preemptions
-        stats.kv_peak = max(stats.kv_peak, self.pool.num_used)
-
-    def _time_tokens(self, request, count, now):
-        self.stats.delivered_tokens += count
-        if request.first_token_time is None:
-            request.first_token_time = now
-            self.stats.ttft.observe(now - request.arrival_time)
-        else:
-            gap = now - request.last_token_time
-            request.longest_gap = max(request.longest_gap, gap)
-            self.stats.itl.observe(gap)
-        for _ in range(count - 1):
-            self.stats.itl.observe(0.0)
-        request.last_token_time = now
 
     # --- whole completions ---
 
@@ -781,24 +688,15 @@ class Engine:
 
         A prompt that is refused raises ValueError before any of them starts.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
-        for prompt, one in zip(prompts, each):
-            self._make_request(prompt, one)             # only to see that it could be made
-        requests = [self.requests[self.add_request(prompt, one)] for prompt, one in zip(prompts, each)]
-        done = {r.request_id: Completion(r.request_id, r.tokens[:r.num_prompt_tokens]) for r in requests}
+        requests = [self.requests[request_id] for request_id in self.add_requests(prompts, params)]
+        done = {r.request_id: Completion(r.request_id, r.tokens[:]) for r in requests}
         others = []
         while any(completion.finish_reason is None for completion in done.values()):
             for output in self.step():
-                completion = done.get(output.request_id)
-                if completion is None:
+                if output.request_id in done:
+                    done[output.request_id].add(output)
+                else:
                     others.append(output)               # of a request that was added before: keep it for its owner
-                    continue
-                completion.token_ids += output.token_ids
-                completion.text += output.text
-                completion.finish_reason, completion.error = output.finish_reason, output.error
         for request in requests:
             completion = done[request.request_id]
             completion.num_cached_tokens, completion.num_preemptions = request.num_cached_tokens, request.num_preemptions
@@ -813,3 +711,247 @@ class Engine:
             raise RuntimeError(f"engine and scheduler disagree about who lives: {alive ^ set(self.requests)}")
         if not alive and self.pool.num_used:
             raise RuntimeError(f"idle, but {self.pool.num_used} blocks are in use")
+
+
+# ----------------------------------------------------------------------------------------------
+# watching it: the engine drawn after every step
+
+
+def bar(share, width):
+    """
+    >>> bar(0.5, 8)
+    '████░░░░'
+    """
+    full = round(min(max(share, 0), 1) * width)
+    return "█" * full + "░" * (width - full)
+
+
+class View:
+    """Draws batch, pool and gauges after each step; every request is a letter."""
+
+    COLOURS = (167, 71, 68, 172, 133, 37, 168, 107, 103, 173, 74, 139)      # legible on black and on white
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.letters = {}                                       # request_id -> letter
+        self.past = deque([(0, 0, 0.0, 0.0)], maxlen=21)        # counters over the last 20 steps, for the gauges
+        self.height = 0                                         # of the picture on the screen
+        self.recent = deque(maxlen=3)                           # the last events
+        self.seconds_shown = 0.0                                # spent on drawing and waiting
+
+    def letter(self, request_id):
+        return self.letters.setdefault(request_id, chr(ord("A") + len(self.letters) % 26))
+
+    def paint(self, symbol, times=1):
+        colour = self.COLOURS[(ord(symbol) - ord("A")) % len(self.COLOURS)] if symbol.isalpha() else 245
+        return f"\x1b[1;38;5;{colour}m{symbol * times}\x1b[0m"
+
+    def pool(self):
+        """A symbol for each block: the letter of its owner, * if it has several, ~ free but findable, . free."""
+        pool, symbols = self.engine.pool, {}
+        for request in self.engine.scheduler.running:
+            for block in request.block_table:
+                symbols[block] = "*" if block in symbols else self.letter(request.request_id)
+        findable = set(pool.by_hash.values())
+        return [symbols.get(block, "~" if block in findable else ".") for block in range(pool.num_blocks)]
+
+    def gauges(self):
+        """(busy, goodput) over the last 20 steps."""
+        stats = self.engine.stats
+        self.past.append((stats.delivered_tokens, stats.scheduled_tokens + stats.idle_seats, stats.model_seconds, stats.seconds))
+        delivered, paid, busy, total = (now - then for now, then in zip(self.past[-1], self.past[0]))
+        return busy / max(total, 1e-9), delivered / max(paid, 1)
+
+    def show(self, outputs, pause):
+        """Draw the step just made: in a terminal over the last picture, then wait; in a pipe as lines."""
+        started = time.perf_counter()
+        gauges, events = self.gauges(), self.events(outputs)
+        if sys.stdout.isatty():
+            self.recent.extend(events)
+            lines = self.picture(*gauges) + [f"{event:.79}" for event in self.recent]
+            print(f"\x1b[{self.height}F" * bool(self.height) + "".join(f"\x1b[2K{line}\n" for line in lines), end="", flush=True)
+            self.height = len(lines)
+            time.sleep(pause)
+        else:
+            batch = " ".join(f"{self.letter(request.request_id)}{n}" for request, _, n in self.engine.last_batch)
+            print(*events, f"{self.engine.stats.steps:4} [{''.join(self.pool())}] goodput {gauges[1]:4.0%}  {batch}", sep="\n")
+        self.seconds_shown += time.perf_counter() - started
+
+    def events(self, outputs):
+        """What this step did to whom, besides computing tokens, in words."""
+        scheduler, name = self.engine.scheduler, lambda rid: f"{self.letter(rid)} {rid}"
+        events = [f"   - {name(r.request_id)} preempted: {r.high_water} tokens of K/V lost" for r in scheduler.preempted]
+        events += [f"   + {name(r.request_id)} admitted{' again' * bool(r.num_preemptions)}, {start} tokens found in the cache"
+                   for r, start, _ in self.engine.last_batch if r in scheduler.admitted]
+        return events + [f"   = {name(o.request_id)} finished: {o.finish_reason}" for o in outputs if o.finish_reason]
+
+    def picture(self, busy, goodput):
+        """Coloured lines of 80 columns: gauges, pool, batch, the running and the waiting."""
+        stats, config, scheduler = self.engine.stats, self.engine.config, self.engine.scheduler
+        symbols, batch = self.pool(), self.engine.last_batch
+        lines = [f"step {stats.steps:4}   {stats.running} running, {stats.waiting} waiting, "
+                 f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions", "",
+                 f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass is running",
+                 f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
+                 f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free"]
+        lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + 39]) for i in range(0, len(symbols), 39)]
+        lines += ["", f"batch: {sum(n for _, _, n in batch)} of {config.max_num_batched_tokens} tokens    "
+                  "one letter: a decode, several: a chunk of a prompt",
+                  " " + "".join(self.paint(self.letter(request.request_id), n) for request, _, n in batch), ""]
+        lines += [self.row(request) for request in scheduler.running] + [""] * (config.max_num_seqs - stats.running)
+        queue = "".join(f" {self.paint(self.letter(rid))}" for rid in scheduler.waiting)
+        return lines + [f"waiting:{queue or ' nobody'}", ""]
+
+    def row(self, request):
+        """A running request: how far its prefill is, or the end of its text."""
+        if request.num_missing > 1:
+            state = f"prefill, {request.num_computed_tokens} of {len(request.tokens)} tokens computed"
+        else:
+            text = self.engine.tokenizer.decode(request.tokens[-30:]).replace("\n", " ")
+            state = f"{request.num_output_tokens:3} tokens  …{text[-46:]}"
+        return f" {self.paint(self.letter(request.request_id))} {request.request_id:12} {state}"
+
+
+# ----------------------------------------------------------------------------------------------
+# the command line
+
+
+def main_job(args):
+    """Serve the built-in prompts as they arrive, before the reader's eyes, then sum up."""
+    script = json.loads((EMBEDDED / "prompts.json").read_text("utf-8"))
+    # A pool and a budget so small that sharing, chunking and a preemption really happen.
+    engine = Engine(**{"num_blocks": 39, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
+    view = View(engine)
+    engine.clock = lambda: time.perf_counter() - view.seconds_shown       # drawing is not serving
+    arrivals, requests, answers, tick = deque(script["requests"]), {}, {}, 0
+    while arrivals or engine.has_unfinished():
+        while arrivals and arrivals[0]["arrives"] <= tick:
+            entry = arrivals.popleft()
+            prompt, name = script["prefixes"].get(entry.get("prefix"), "") + entry["prompt"], entry["name"]
+            engine.add_request(prompt, SamplingParams(**entry["params"]), name)
+            requests[name], answers[name] = engine.requests[name], Completion(name, engine.requests[name].tokens[:])
+        outputs = engine.step()
+        tick += 1
+        for output in outputs:
+            answers[output.request_id].add(output)
+        if not args.json and engine.last_batch:
+            view.show(outputs, args.delay)
+    if args.json:
+        print(json.dumps({"requests": [vars(answer) for answer in answers.values()], "stats": engine.stats.as_dict()}))
+    else:
+        print_summary(engine, requests, answers)
+
+
+def print_summary(engine, requests, answers):
+    stats, config = engine.stats, engine.config
+    print("\nThe texts; » marks where the model took over:\n")
+    for name, answer in answers.items():
+        prompt = engine.tokenizer.decode(answer.prompt_token_ids)
+        prompt = prompt if len(prompt) < 120 else "…" + prompt[-120:]
+        lines = f"{prompt}»{answer.text}".rstrip("\n").split("\n")
+        print(f"{name} ({answer.finish_reason})", *(textwrap.fill(line, 76, initial_indent="    ", subsequent_indent="    ",
+              drop_whitespace=False) for line in lines), "", sep="\n")
+    print("request       prompt  cached  output  preempted  TTFT ms  ITL ms  longest gap ms")
+    for name, r in requests.items():
+        itl = (r.last_token_time - r.first_token_time) / max(r.num_output_tokens - 1, 1)
+        print(f"{name:12} {r.num_prompt_tokens:7} {r.num_cached_tokens:7} {r.num_output_tokens:7} {r.num_preemptions:10} "
+              f"{(r.first_token_time - r.arrival_time) * 1e3:8.1f} {itl * 1e3:7.1f} {r.longest_gap * 1e3:15.1f}")
+    prompts = stats.cached_tokens + stats.prefill_tokens
+    print(f"""
+{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: {stats.delivered_tokens / stats.seconds:,.0f} tokens/s
+busy        {stats.busy:5.0%}   of the time a forward pass was running
+occupancy   {stats.occupancy:5.0%}   of the {config.max_num_seqs} seats were taken
+budget fill {stats.budget_fill:5.0%}   of {config.max_num_batched_tokens} tokens a step
+goodput     {stats.goodput:5.0%}   tokens delivered per token position paid for
+KV peak     {stats.kv_peak / config.num_blocks:5.0%}   of {config.num_blocks} blocks
+prefix hits {stats.cached_tokens / prompts:5.0%}   of the prompt tokens were found in the cache: {stats.cached_tokens} of {prompts}
+preemptions {stats.preemptions:5}   which cost {stats.recomputed_tokens} tokens computed again""")
+
+
+def generate(args):
+    """Stream completions. Several prompts run in one batch; their texts come out one after the other."""
+    engine, params = Engine(**args.engine), SamplingParams(**args.sampling)
+    prompts = [sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n") if prompt == "-" else prompt
+               for prompt in args.prompts]
+    if args.json:
+        print(json.dumps([vars(completion) for completion in engine.generate(prompts, params)]))
+        return
+    ids, ended = engine.add_requests(prompts, params), {}
+    ready = dict.fromkeys(ids, "")                                          # text that waits for its turn on the screen
+    for prompt, request_id in zip(prompts, ids):
+        if len(prompts) > 1:
+            print(f"--- {prompt}")
+        while request_id not in ended or ready[request_id]:
+            print(ready[request_id], end="", flush=True)
+            ready[request_id] = ""
+            for output in engine.step() if request_id not in ended else ():
+                ready[output.request_id] += output.text
+                if output.finish_reason:
+                    ended[output.request_id] = output
+        print()
+        if ended[request_id].error:
+            raise ValueError(f"{request_id}: {ended[request_id].error}")
+
+
+def bench(args):
+    """Run tests/bench.py: it measures the product, and is no part of it."""
+    sys.path.insert(0, str(Path(__file__).parent / "tests"))
+    from bench import run_bench
+    run_bench(args.json)
+
+
+def add_flags(parser, config, skip=()):
+    """A flag for every field of a config class. A flag that is not given leaves no trace: the class has the defaults."""
+    for f in dataclasses.fields(config):
+        if f.name in skip:
+            continue
+        text = f.metadata["help"] + ("" if f.default in (None, ()) else f" (default: {f.default})")
+        kind = next(t for t in (bool, int, float, str, tuple) if t in (f.type, *typing.get_args(f.type)))
+        how = {bool: {"action": argparse.BooleanOptionalAction}, tuple: {"action": "append"}}.get(kind, {"type": kind})
+        parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, default=argparse.SUPPRESS, help=text, **how)
+
+
+def build_parser():
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON value instead of text")
+    common.add_argument("--threads", type=int, default=argparse.SUPPRESS,
+                        help="CPU threads (default: 1 for tiny, whose matrices are too small to share, else torch's choice)")
+    add_flags(common.add_argument_group("engine"), EngineConfig)
+    parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. Without a "
+                                     "command: serve the built-in prompts with a live view, on a small pool of 39 blocks.")
+    parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
+    parser.set_defaults(run=main_job)
+    commands = parser.add_subparsers(title="commands", metavar="")
+    command = commands.add_parser("generate", parents=[common], help="stream completions of prompts to the terminal")
+    command.add_argument("prompts", nargs="+", metavar="prompt", help="text, or - for standard input (a final newline is dropped)")
+    add_flags(command.add_argument_group("sampling"), SamplingParams, skip=("seed",))
+    command.set_defaults(run=generate)
+    command = commands.add_parser("bench", parents=[common], help="throughput of a fixed workload; the last line is JSON")
+    command.set_defaults(run=bench)
+    return parser
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    given = vars(args)
+    args.json, args.threads = given.get("json", False), given.get("threads")
+    args.engine = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given}
+    args.sampling = {f.name: given[f.name] for f in dataclasses.fields(SamplingParams) if f.name in given and f.name != "seed"}
+    sys.stdout.reconfigure(errors="replace")            # a terminal that can't show a character is no reason to stop
+    if args.threads or args.engine.get("model", "tiny") == "tiny":
+        torch.set_num_threads(args.threads or 1)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"nanoserve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:                             # the reader of our pipe has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

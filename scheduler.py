@@ -1,9 +1,9 @@
 """scheduler.py: who computes how many tokens in the next step.
 
 What it does.  Keeps the requests, decides before each step which of them compute which of their tokens, takes the
-blocks for that, and preempts when the pool is dry.
+blocks for that, and preempts when the pool is dry. Keeps the books of all that (`Stats`).
 
-What it does not know.  The model, logits, text, time. A token is an integer here.
+What it does not know.  The model, logits, text, clocks. A token is an integer here, a time a number it is given.
 
 The idea (continuous batching: Orca, Yu et al. 2022; chunked prefill: Sarathi-Serve, Agrawal et al. 2024).  A step is
 one forward pass over at most `max_num_batched_tokens` tokens, the *token budget*. A request is a list of tokens that
@@ -57,6 +57,11 @@ class Request:
     high_water: int = 0                             # most tokens ever computed: below it, computing is re-computing
     admitted: bool = False                          # has run at least once
     arrival: int = 0                                # numbers the requests in the order they came
+    arrival_time: float = 0.0
+    admission_time: float | None = None             # of the first admission
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    longest_gap: float = 0.0                        # the longest silence between two of its tokens
 
     @property
     def num_missing(self):
@@ -95,12 +100,13 @@ class Scheduler:
                  batching="continuous", kv_reservation="paged"):
         self.pool = pool
         self.budget = max_num_batched_tokens
-        self.max_running = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs, self.max_running = max_num_seqs, min(max_num_seqs, max_num_batched_tokens)
         self.chunk = max_prefill_chunk or max_num_batched_tokens
         self.static, self.reserved = batching == "static", kv_reservation == "reserved"
         self.running = []               # in order of arrival
         self.waiting = OrderedDict()    # request_id -> request, in order of arrival; any can leave at once
-        self.scheduled = []             # what the last schedule() chose
+        self.scheduled = []             # what the last schedule() chose, and what it did for that:
+        self.admitted, self.preempted = [], []
         self.num_added = self.num_preemptions = 0
 
     def add(self, request):
@@ -114,7 +120,8 @@ class Scheduler:
         """
         chosen = {}                                                     # request -> n
         spare = self.budget - len(self.running)
-        preempted, batch_is_over = False, not self.running
+        batch_is_over = not self.running
+        self.admitted, self.preempted = [], []
 
         # 1) Running requests, those who lack a single token first: a prompt in chunks must not take their beat.
         for request in sorted(self.running, key=lambda request: request.num_missing > 1):
@@ -122,7 +129,7 @@ class Scheduler:
                 continue                                                # preempted a moment ago, by an older one
             n = 1 + min(request.num_missing - 1, self.chunk - 1, spare)
             while not self.pool.allocate(request.block_table, request.num_computed_tokens + n):
-                victim, preempted = self.running[-1], True
+                victim = self.running[-1]
                 spare += chosen.pop(victim, 1)                          # what it was given, or its one token
                 self._preempt(victim)
                 if victim is request:
@@ -133,7 +140,7 @@ class Scheduler:
 
         # 2) Newcomers. Not after a preemption: they would take the very blocks that were missing.
         while (self.waiting and spare > 0 and len(self.running) < self.max_running
-               and not preempted and (batch_is_over or not self.static)):
+               and not self.preempted and (batch_is_over or not self.static)):
             request = next(iter(self.waiting.values()))
             hits = self.pool.find_prefix(request.tokens)
             whole = request.max_len if self.reserved else len(request.tokens)
@@ -149,6 +156,7 @@ class Scheduler:
     def _admit(self, request, num_cached_tokens):
         del self.waiting[request.request_id]
         self.running.append(request)
+        self.admitted.append(request)
         request.num_computed_tokens = num_cached_tokens
         if not request.admitted:            # hits after a preemption are the request's own work, not a saving
             request.num_cached_tokens = num_cached_tokens
@@ -157,6 +165,7 @@ class Scheduler:
     def _preempt(self, request):
         """Take all its K/V. Its tokens stay, prompt and output alike, and will be computed again as one prompt."""
         self.running.remove(request)
+        self.preempted.append(request)
         self.pool.release(request.block_table)
         request.num_computed_tokens, request.drafts = 0, []
         request.num_preemptions += 1
@@ -198,3 +207,120 @@ class Scheduler:
             if not 0 <= request.num_computed_tokens < len(request.tokens) <= request.max_len:
                 raise RuntimeError(f"{request.request_id}: num_computed_tokens or length out of range")
         self.pool.check([request.block_table for request in self.running])
+
+
+# ----------------------------------------------------------------------------------------------
+# what to watch
+
+
+class Histogram:
+    """Counts of durations in buckets of 1, 2, 5, 10, ... ms: memory does not grow with the number of requests."""
+
+    BOUNDS = [round(mantissa * 10.0 ** power, 6) for power in range(-3, 2) for mantissa in (1, 2, 5)]      # seconds
+
+    def __init__(self):
+        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
+
+    def observe(self, seconds):
+        self.counts[sum(seconds > bound for bound in self.BOUNDS)] += 1
+        self.sum += seconds
+
+    def as_dict(self):
+        return {"count": sum(self.counts), "sum": self.sum, "buckets": dict(zip([*self.BOUNDS, "inf"], self.counts))}
+
+
+class Stats:
+    """Counters since the start. The gauges are ratios of counters, so that they mean the same over any stretch of time.
+
+    scheduled_tokens = prefill_tokens + decode_tokens + recomputed_tokens: each token position that went through a pass
+    was a prompt token for the first time, a sampled token, or one whose K/V a preemption had destroyed. cached_tokens are
+    prompt tokens that did not have to: counted at the first admission, so a preemption's own work is not a hit.
+    """
+
+    def __init__(self, scheduler):
+        self._scheduler = scheduler
+        self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
+        self.preemptions = self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
+        self.kv_peak = 0                                            # most blocks ever in use
+        self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.model_seconds = self.step_seconds = self.seconds = 0.0     # in forward passes; in step(); since the first step
+        self._first_step = None
+        # TTFT: arrival to first token. Queue time: arrival to first admission. e2e: arrival to last token.
+        # ITL: time between a request's tokens. A step that brings m tokens at once counts as one gap since the last
+        # step and m - 1 gaps of zero: what a reader sees, and the longest silence stays in the histogram.
+        self.ttft, self.itl, self.queue_time, self.e2e = Histogram(), Histogram(), Histogram(), Histogram()
+
+    running = property(lambda self: len(self._scheduler.running))
+    waiting = property(lambda self: len(self._scheduler.waiting))
+    kv_used = property(lambda self: self._scheduler.pool.num_used)
+    kv_cached = property(lambda self: len(self._scheduler.pool.by_hash))       # findable by prefix, in use or free
+
+    @property
+    def busy(self):
+        """Share of the time since the first step in which a forward pass was running: what a dashboard calls GPU use."""
+        return self.model_seconds / max(self.seconds, 1e-9)
+
+    @property
+    def occupancy(self):
+        """Requests per step / max_num_seqs."""
+        return self.scheduled_seqs / max(self.scheduled_seqs + self.idle_seats, 1)
+
+    @property
+    def budget_fill(self):
+        """Tokens per step / token budget."""
+        return self.scheduled_tokens / max(self.steps * self._scheduler.budget, 1)
+
+    @property
+    def goodput(self):
+        """Tokens delivered / token positions paid for: those computed, and one for every seat that a step left empty."""
+        return self.delivered_tokens / max(self.scheduled_tokens + self.idle_seats, 1)
+
+    def count_step(self, scheduled, now):
+        """Book what `schedule` chose, before the forward pass, at the time `now`."""
+        self.steps += 1
+        for request, n in scheduled:
+            start, end = request.num_computed_tokens, request.num_computed_tokens + n
+            again = max(0, min(end, request.high_water) - start)
+            prompt = max(0, min(end, request.num_prompt_tokens) - max(start, request.high_water))
+            self.recomputed_tokens += again
+            self.prefill_tokens += prompt
+            self.decode_tokens += n - again - prompt
+            self.scheduled_tokens += n
+            if request.admission_time is None:
+                request.admission_time = now
+                self.cached_tokens += request.num_cached_tokens
+                self.queue_time.observe(now - request.arrival_time)
+        self.scheduled_seqs += len(scheduled)
+        self.idle_seats += self._scheduler.max_num_seqs - len(scheduled)
+        self.preemptions = self._scheduler.num_preemptions
+        self.kv_peak = max(self.kv_peak, self.kv_used)
+
+    def count_tokens(self, request, count, now):
+        """Book `count` new tokens of a request."""
+        self.delivered_tokens += count
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self.ttft.observe(now - request.arrival_time)
+        else:
+            request.longest_gap = max(request.longest_gap, now - request.last_token_time)
+            self.itl.observe(now - request.last_token_time)
+        for _ in range(count - 1):
+            self.itl.observe(0.0)
+        request.last_token_time = now
+
+    def count_end(self, request, reason, now):
+        self.finished[reason] += 1
+        self.e2e.observe(now - request.arrival_time)
+
+    def count_time(self, started, model_seconds, now):
+        """Book a step that began at `started`, ended now, and spent model_seconds in the forward pass."""
+        self._first_step = started if self._first_step is None else self._first_step
+        self.seconds = now - self._first_step
+        self.model_seconds += model_seconds
+        self.step_seconds += now - started
+
+    def as_dict(self):
+        """Everything by name, histograms as dicts: for /metrics, --json and tests."""
+        gauges = {name: getattr(self, name) for name, value in vars(Stats).items() if isinstance(value, property)}
+        values = gauges | {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {name: value.as_dict() if isinstance(value, Histogram) else value for name, value in values.items()}

@@ -29,36 +29,34 @@ edge of top-k are all kept, so the result does not depend on the order of the vo
 
 import codecs
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 BONUS, ACCEPT, RESIDUAL = range(3)          # the purposes of a draw
 
 
+def _help(default, text):
+    return field(default=default, metadata={"help": text})      # the command line makes its flags from these
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it stops. A bad value raises ValueError.
 
-    max_tokens       most tokens to generate; the context length may end it earlier (finish_reason "length")
-    temperature      0 is greedy: always the likeliest token, the lowest id among equals
-    top_k            keep the k likeliest tokens; 0 is off, more than the vocabulary is the vocabulary
-    top_p            then keep the fewest tokens that hold this much probability; 1 is off
-    seed             same seed, same tokens; None takes the next seed of the engine
-    stop             a string or several: the text ends before the first of them
-    ignore_eos       go on after <|endoftext|>
+    Same seed, same tokens; without one the engine gives each request its own. top_k above the vocabulary is the vocabulary.
 
     >>> SamplingParams(stop="\\n").stop
     ('\\n',)
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple = ()
-    ignore_eos: bool = False
+    max_tokens: int = _help(16, "most tokens to generate; the context length may end it earlier")
+    temperature: float = _help(1.0, "0 is greedy: the likeliest token, the lowest id among equals")
+    top_k: int = _help(0, "keep the k likeliest tokens; 0 keeps all")
+    top_p: float = _help(1.0, "then keep the fewest tokens that hold this much probability; 1 keeps all")
+    seed: int | None = _help(None, "of the draws")
+    stop: tuple = _help((), "the text ends before this string; may be given several times")
+    ignore_eos: bool = _help(False, "go on after <|endoftext|>")
 
     def __post_init__(self):
         stop = self.stop
