@@ -1,0 +1,18 @@
+"""Shared by all tests: the modules on the path, and one thread for torch (the test machine may be busy)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """(weights, tokenizer) of the embedded model."""
+    from nanoserve import EMBEDDED, Tokenizer, load_weights
+    return load_weights(EMBEDDED / "tiny"), Tokenizer.load(EMBEDDED / "tiny")
