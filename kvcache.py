@@ -330,8 +330,12 @@ class KVCache:
 
     def __init__(self, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, attention):
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.k = torch.zeros(shape, dtype=dtype, device=device)
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:
+            raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
+                             "memory than can be had: lower num_blocks or block_size") from None
         self.attention = ATTENTION[attention]
 
     def attend(self, layer, q, k, v, batch):

@@ -602,6 +602,8 @@ class Engine:
             request_id = f"request-{number}"
             while request_id in self.requests:
                 request_id += "'"
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a string, not {type(request_id).__name__}")
         if request_id in self.requests:
             raise ValueError(f"request_id {request_id!r} is alive: choose another, or abort it first")
         seed = params.seed

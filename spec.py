@@ -59,15 +59,16 @@ class SamplingParams:
     ignore_eos: bool = _help(False, "go on after <|endoftext|>")
 
     def __post_init__(self):
-        stop = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
         self._require("temperature", _is_real(self.temperature) and 0 <= self.temperature < math.inf,
                       "a finite number of at least 0; 0 is greedy")
         self._require("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 turns it off")
         self._require("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off")
         self._require("seed", self.seed is None or _is_int(self.seed), "an integer, or None for the engine's choice")
-        self._require("stop", all(isinstance(s, str) and s for s in self.stop), "a string or several, none of them empty")
+        self._require("stop", isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
+                      "a string or several, none of them empty")
+        object.__setattr__(self, "stop", tuple(stop))
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
 
     def _require(self, field, ok, remedy):
