@@ -130,6 +130,14 @@ def test_tiny_matrix_sampled(tiny, tiny_work):
         assert [tokens for tokens, _, _ in results] == expected, switches
 
 
+def test_sampling_does_not_see_the_crowd():
+    """A seed gives the same tokens alone, among others, and with chunks and preemptions."""
+    params = SamplingParams(max_tokens=20, temperature=0.3, seed=11, ignore_eos=True)
+    [alone] = GhostEngine(num_blocks=8).generate([[4, 2]], params)
+    crowd = GhostEngine(block_size=4, num_blocks=10, max_num_batched_tokens=5).generate([[9, 9, 1], [4, 2], [4]], params)
+    assert crowd[1].token_ids == alone.token_ids != ghost_text([4, 2], 20)
+
+
 def test_float32_and_bfloat16_serve():
     """Lower precision may choose other tokens at near-ties, but serves to the end, and the same in every run."""
     for dtype in ("float32", "bfloat16"):

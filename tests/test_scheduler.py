@@ -44,8 +44,10 @@ def test_order_running_then_waiting_streams_first():
     add(scheduler, 30, name="late")
     scheduled = list(step(scheduler).items())
     assert scheduled == [("long", 1), ("short", 1), ("late", 6)]
-    add(scheduler, 3, name="last")
-    assert list(step(scheduler).items()) == [("long", 1), ("short", 1), ("late", 6)]
+    scheduler = make(budget=16, max_prefill_chunk=5)
+    add(scheduler, 20, name="long"), add(scheduler, 2, name="short")
+    assert step(scheduler) == {"long": 5, "short": 2}
+    assert list(step(scheduler).items()) == [("short", 1), ("long", 5)]
 
 
 def test_chunk_cap_leaves_room_for_others():
@@ -98,14 +100,14 @@ def test_the_newest_is_preempted_and_returns_first():
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted():
-    """Six blocks: after the preemption three would be free, enough for the small one that waits, but not now."""
-    scheduler = make(num_blocks=6, block_size=4)
-    add(scheduler, 8), add(scheduler, 8)
-    while not scheduler.num_preemptions:
-        step(scheduler)
-        if scheduler.num_preemptions == 0 and len(scheduler.waiting) == 0:
-            add(scheduler, 1, name="small")
-    assert scheduler.admitted == [] and "small" in scheduler.waiting
+    """The newest preempts itself over its guesses. Without them it would fit again at once: it waits for the next step."""
+    scheduler = make(num_blocks=4, block_size=4)
+    add(scheduler, 6), add(scheduler, 6)
+    step(scheduler)
+    young = scheduler.running[-1]
+    young.drafts = [1, 2]                                                   # positions 7 and 8: a fifth block
+    assert step(scheduler) == {"r0": 1} and scheduler.preempted == [young] and young.drafts == []
+    assert list(step(scheduler)) == ["r0", "r1"]
 
 
 def test_a_victim_that_was_already_scheduled_gives_its_tokens_back():
