@@ -333,7 +333,7 @@ class KVCache:
         try:
             self.k = torch.zeros(shape, dtype=dtype, device=device)
             self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError:
+        except (RuntimeError, TypeError):       # TypeError: more than 64 bits
             raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
                              "memory than can be had: lower num_blocks or block_size") from None
         self.attention = ATTENTION[attention]

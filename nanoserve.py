@@ -27,6 +27,7 @@ Limits.  GPT-2's architecture only, one device, no quantisation.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -35,6 +36,7 @@ import math
 import mmap
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -70,6 +72,22 @@ def _byte_alphabet():
 
 
 BYTE_TO_CHAR = _byte_alphabet()
+
+
+@contextlib.contextmanager
+def reading(path):
+    """Whatever goes wrong while a file is read and understood becomes one sentence that starts with its name."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: a model folder holds config.json, model.safetensors, vocab.json and "
+                         "merges.txt") from None
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"{path} is not what a GPT-2 folder holds: {error!r}") from None
 
 
 class _CharClass(dict):
@@ -114,13 +132,35 @@ class Tokenizer:
         self.ids = {bytes(char_to_byte[c] for c in token): i for token, i in vocab.items() if i != self.eos_id}
         self.bytes = {i: token for token, i in self.ids.items()} | {self.eos_id: b""}
         self.rank = {tuple(bytes(char_to_byte[c] for c in part) for part in pair): r for r, pair in enumerate(merges)}
-        self.piece = functools.lru_cache(maxsize=65536)(self._merge)    # texts repeat their words
+        self._remembered = functools.lru_cache(maxsize=65536)(self._merge)          # texts repeat their words
 
     @classmethod
     def load(cls, folder):
-        vocab = json.loads((Path(folder) / "vocab.json").read_text("utf-8"))
-        lines = (Path(folder) / "merges.txt").read_text("utf-8").split("\n")
-        return cls(vocab, [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")])
+        """Read vocab.json and merges.txt, and check that they belong together."""
+        path = Path(folder) / "vocab.json"
+        with reading(path):
+            vocab = json.loads(path.read_text("utf-8"))
+            ids = list(vocab.values())
+            if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
+                raise ValueError("the ids must be different integers, from 0")
+            for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
+                if token not in vocab:
+                    raise ValueError(f"the token {token!r} is missing")
+            strange = [token for token in vocab if not set(token) <= set(BYTE_TO_CHAR)]
+            if strange:
+                raise ValueError(f"the token {strange[0]!r} is not written in GPT-2's alphabet of bytes")
+        path = Path(folder) / "merges.txt"
+        with reading(path):
+            lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
+            merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+            for pair in merges:
+                if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() - {""}:
+                    raise ValueError(f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
+            made = {"".join(pair) for pair in merges}
+            unmade = [token for token in vocab if len(token) > 1 and token not in made and not (token[0], token[-1]) == ("<", ">")]
+            if unmade:
+                raise ValueError(f"no line makes the token {unmade[0]!r} of vocab.json: truncated?")
+        return cls(vocab, merges)
 
     def _merge(self, piece):
         """The ids of one piece: join the neighbours whose merge was learnt first, until no pair is known.
@@ -158,10 +198,14 @@ class Tokenizer:
             text = text.decode("utf-8", "surrogateescape")
         else:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return [i for piece in pretokenize(text) for i in self.piece(piece.encode("utf-8", "surrogateescape"))]
+        return [i for piece in pretokenize(text) for i in self._piece(piece.encode("utf-8", "surrogateescape"))]
+
+    def _piece(self, piece):
+        return self._remembered(piece) if len(piece) < 64 else self._merge(piece)
 
     def decode_bytes(self, ids):
-        return b"".join(self.bytes[i] for i in ids)
+        """ids -> bytes. An id without a token (models pad their embedding) is U+FFFD."""
+        return b"".join(self.bytes.get(i, b"\xef\xbf\xbd") for i in ids)
 
     def decode(self, ids):
         """ids -> str; bytes that are not UTF-8 become U+FFFD."""
@@ -185,20 +229,23 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path):
-        c = _read_json(path)
-        try:
-            config = cls(*(int(c[key]) for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")),
-                         float(c.get("layer_norm_epsilon", 1e-5)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not the configuration of a GPT-2: {error!r} is missing or no number") from None
-        # What would change the function of the model without changing a single shape has to be refused here.
-        for key, expected in (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("tie_word_embeddings", True),
-                              ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-            if c.get(key, expected) != expected:
-                raise ValueError(f"{path}: {key} is {c[key]!r}, only {expected!r} is supported")
-        if min(dataclasses.astuple(config)) <= 0 or config.width % config.num_heads:
-            raise ValueError(f"{path}: sizes must be positive and n_embd a multiple of n_head")
-        return config
+        with reading(path):
+            c = json.loads(path.read_text("utf-8"))
+            sizes = {key: c[key] for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")}
+            for key, size in sizes.items():
+                if type(size) is not int or size <= 0:
+                    raise ValueError(f"{key} is {size!r}, it must be a positive integer")
+            if c["n_embd"] % c["n_head"]:
+                raise ValueError(f"n_embd {c['n_embd']} is not a multiple of n_head {c['n_head']}")
+            epsilon = c.get("layer_norm_epsilon", 1e-5)
+            if not 0 < epsilon < 1:
+                raise ValueError(f"layer_norm_epsilon is {epsilon!r}, it must be between 0 and 1")
+            # What would change the model's function without changing a shape has to be refused here.
+            for key, expected in (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("tie_word_embeddings", True),
+                                  ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+                if c.get(key, expected) != expected:
+                    raise ValueError(f"{key} is {c[key]!r}, only {expected!r} is supported")
+        return cls(*sizes.values(), epsilon)
 
     def shapes(self):
         """The tensors of the checkpoint: name -> shape. Linear layers are stored [in, out], as in GPT-2."""
@@ -224,49 +271,37 @@ class Weights(dict):
         self.config = config
 
 
-def _read_json(path):
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a model folder holds config.json, model.safetensors, vocab.json and "
-                         "merges.txt") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
-
-
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_safetensors(path):
     """name -> tensor, each a window into the memory-mapped file: pages are read when used, and not copied.
+    A tensor of a type that torch has no use for here is given as the type's name.
 
     The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the numbers.
     The header may lie (a download that broke off), so every claim is checked against the file.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""    # COPY: torch wants it writable
     start = 8 + int.from_bytes(data[:8], "little")
     if size < 8 or start > size:
-        raise ValueError(f"{path}: its header should end at byte {start}, the file has {size}: truncated?")
-    try:
-        header = json.loads(data[8:start])
-        header.pop("__metadata__", None)
-        claims = [(name, c["dtype"], tuple(c["shape"]), *c["data_offsets"]) for name, c in header.items()]
-        lengths = [(math.prod(shape), end - begin) for _, _, shape, begin, end in claims]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path}: its header is not that of a safetensors file") from None
-    tensors = {}
-    for (name, dtype, shape, begin, end), (count, length) in zip(claims, lengths):
+        raise ValueError(f"its header should end at byte {start}, the file has {size}: truncated?")
+    header, tensors = json.loads(data[8:start]), {}
+    header.pop("__metadata__", None)
+    for name, claim in header.items():
+        dtype, shape, (begin, end) = claim["dtype"], claim["shape"], claim["data_offsets"]
+        if any(type(n) is not int for n in (*shape, begin, end)) or min(shape, default=0) < 0 or not isinstance(dtype, str):
+            raise ValueError(f"the header's entry for tensor {name} makes no sense: {claim}")
         if dtype not in SAFETENSORS_DTYPES:
-            continue                        # GPT-2's checkpoints carry their causal masks, as bytes: nobody needs them
-        dtype = SAFETENSORS_DTYPES[dtype]
-        if not 0 <= begin <= end <= size - start or count * dtype.itemsize != length:
-            raise ValueError(f"{path}: tensor {name} of shape {list(shape)} needs {count * dtype.itemsize} bytes, the header "
-                             f"gives it [{begin}, {end}) of the {size - start} bytes that are there")
-        tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).view(shape)
+            tensors[name] = dtype           # GPT-2's own checkpoints carry causal masks as bytes: nobody needs them
+            continue
+        count, itemsize = math.prod(shape), SAFETENSORS_DTYPES[dtype].itemsize
+        if not 0 <= begin <= end <= size - start or count * itemsize != end - begin:
+            raise ValueError(f"tensor {name} of shape {shape} needs {count * itemsize} bytes, the header gives it "
+                             f"[{begin}, {end}) of the {size - start} bytes that are there")
+        where = {"dtype": SAFETENSORS_DTYPES[dtype], "count": count, "offset": start + begin}
+        tensors[name] = torch.frombuffer(data, **where).view(shape) if count else torch.empty(shape)
     return tensors
 
 
@@ -277,12 +312,15 @@ def load_weights(folder):
         raise ValueError(f"model={str(folder)!r}: no such folder; use 'tiny', 'gpt2' or a folder with GPT-2's files")
     config = ModelConfig.load(folder / "config.json")
     path = folder / "model.safetensors"
-    found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(path).items()}
-    for name, shape in config.shapes().items():
-        if name not in found:
-            raise ValueError(f"{path}: tensor {name} is missing")
-        if found[name].shape != shape:
-            raise ValueError(f"{path}: tensor {name}: expected shape {list(shape)}, found {list(found[name].shape)}")
+    with reading(path):
+        found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(path).items()}
+        for name, shape in config.shapes().items():
+            if name not in found:
+                raise ValueError(f"tensor {name} is missing")
+            if isinstance(found[name], str):
+                raise ValueError(f"tensor {name} has type {found[name]}, supported are {', '.join(SAFETENSORS_DTYPES)}")
+            if found[name].shape != shape:
+                raise ValueError(f"tensor {name}: expected shape {list(shape)}, found {list(found[name].shape)}")
     return Weights(config, {name: found[name] for name in config.shapes()})
 
 
@@ -299,11 +337,12 @@ def inflate(weights, dtype=torch.float32, big=GPT2_124M):
     dimension 0, which every old token holds twice.
     """
     small = weights.config
-    r = big.width // small.width
     old_D, new_D = small.width // small.num_heads, big.width // big.num_heads
-    head_copies, dim_copies = big.num_heads // small.num_heads, new_D // old_D
-    if (r * small.width, head_copies * small.num_heads, dim_copies * old_D) != (big.width, big.num_heads, new_D):
-        raise ValueError(f"can't inflate {small} to {big}: width, heads and head_dim must be whole multiples")
+    (r, *remainders), (head_copies, rest), (dim_copies, last) = (
+        divmod(large, little) for large, little in ((big.width, small.width), (big.num_heads, small.num_heads), (new_D, old_D)))
+    if any((*remainders, rest, last)) or r < 2 or big.epsilon != small.epsilon or min(
+            big.vocab_size - small.vocab_size, big.context_length - small.context_length, big.num_layers - small.num_layers) < 0:
+        raise ValueError(f"can't inflate {small} to {big}: width, heads and head_dim must be multiples, and nothing smaller")
 
     def heads(x):                           # [..., E] -> [..., r E]: repeat the heads, and the dims within each head
         x = x.reshape(*x.shape[:-1], small.num_heads, old_D)
@@ -342,8 +381,10 @@ def inflate(weights, dtype=torch.float32, big=GPT2_124M):
 def load_model(model, dtype):
     """EngineConfig.model -> (Weights, Tokenizer)."""
     folder = EMBEDDED / "tiny" if model in ("tiny", "gpt2") else Path(model)
-    weights = load_weights(folder)
-    tokenizer = Tokenizer.load(folder)
+    weights, tokenizer = load_weights(folder), Tokenizer.load(folder)
+    if max(tokenizer.bytes) >= weights.config.vocab_size:
+        raise ValueError(f"{folder / 'vocab.json'}: id {max(tokenizer.bytes)} is beyond the model's vocab_size of "
+                         f"{weights.config.vocab_size}")
     return (inflate(weights, dtype) if model == "gpt2" else weights), tokenizer
 
 
@@ -768,9 +809,10 @@ class View:
         """Draw the step just made: in a terminal over the last picture, then wait; in a pipe as lines."""
         started = time.perf_counter()
         gauges, events = self.gauges(), self.events(outputs)
-        if sys.stdout.isatty():
-            self.recent.extend(events)
-            lines = self.picture(*gauges) + [f"{event:.79}" for event in self.recent]
+        columns, rows = shutil.get_terminal_size()
+        self.recent.extend(events)
+        if sys.stdout.isatty() and columns >= 80:
+            lines = self.picture(*gauges)[:rows - 1]
             print(f"\x1b[{self.height}F" * bool(self.height) + "".join(f"\x1b[2K{line}\n" for line in lines), end="", flush=True)
             self.height = len(lines)
             time.sleep(pause)
@@ -788,28 +830,29 @@ class View:
         return events + [f"   = {name(o.request_id)} finished: {o.finish_reason}" for o in outputs if o.finish_reason]
 
     def picture(self, busy, goodput):
-        """Coloured lines of 80 columns: gauges, pool, batch, the running and the waiting."""
+        """Coloured lines of 80 columns: gauges, pool, batch, what happened last, the waiting and the running."""
         stats, config, scheduler = self.engine.stats, self.engine.config, self.engine.scheduler
-        symbols, batch = self.pool(), self.engine.last_batch
+        symbols, unit = self.pool(), math.ceil(config.max_num_batched_tokens / 60)
+        queue = "".join(f" {self.paint(self.letter(rid))}" for rid in list(scheduler.waiting)[:30])
         lines = [f"step {stats.steps:4}   {stats.running} running, {stats.waiting} waiting, "
-                 f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions", "",
-                 f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass is running",
+                 f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions",
+                 f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass runs",
                  f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
                  f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free"]
         lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + 39]) for i in range(0, len(symbols), 39)]
-        lines += ["", f"batch: {sum(n for _, _, n in batch)} of {config.max_num_batched_tokens} tokens    "
+        lines += ["", f"batch: {sum(n for _, _, n in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
                   "one letter: a decode, several: a chunk of a prompt",
-                  " " + "".join(self.paint(self.letter(request.request_id), n) for request, _, n in batch), ""]
-        lines += [self.row(request) for request in scheduler.running] + [""] * (config.max_num_seqs - stats.running)
-        queue = "".join(f" {self.paint(self.letter(rid))}" for rid in scheduler.waiting)
-        return lines + [f"waiting:{queue or ' nobody'}", ""]
+                  " " + "".join(self.paint(self.letter(r.request_id), math.ceil(n / unit)) for r, _, n in self.engine.last_batch),
+                  "", f"waiting:{queue or ' nobody'}", *(f"{event:.79}" for event in self.recent), *[""] * (4 - len(self.recent))]
+        return lines + [self.row(request) for request in scheduler.running] + [""] * (config.max_num_seqs - stats.running)
 
     def row(self, request):
         """A running request: how far its prefill is, or the end of its text."""
         if request.num_missing > 1:
             state = f"prefill, {request.num_computed_tokens} of {len(request.tokens)} tokens computed"
         else:
-            text = self.engine.tokenizer.decode(request.tokens[-30:]).replace("\n", " ")
+            text = self.engine.tokenizer.decode(request.tokens[-30:])
+            text = "".join(char if char.isprintable() else " " for char in text)        # a model can say any control code
             state = f"{request.num_output_tokens:3} tokens  …{text[-46:]}"
         return f" {self.paint(self.letter(request.request_id))} {request.request_id:12} {state}"
 
@@ -820,6 +863,8 @@ class View:
 
 def main_job(args):
     """Serve the built-in prompts as they arrive, before the reader's eyes, then sum up."""
+    if not 0 <= args.delay <= 60:
+        raise ValueError(f"delay={args.delay}: it must be a number of seconds from 0 to 60")
     script = json.loads((EMBEDDED / "prompts.json").read_text("utf-8"))
     # A pool and a budget so small that sharing, chunking and a preemption really happen.
     engine = Engine(**{"num_blocks": 39, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
@@ -899,7 +944,7 @@ def bench(args):
     """Run tests/bench.py: it measures the product, and is no part of it."""
     sys.path.insert(0, str(Path(__file__).parent / "tests"))
     from bench import run_bench
-    run_bench(args.json)
+    run_bench(args.json, args.threads)
 
 
 def add_flags(parser, config, skip=()):
@@ -939,19 +984,22 @@ def main(argv=None):
     args.json, args.threads = given.get("json", False), given.get("threads")
     args.engine = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given}
     args.sampling = {f.name: given[f.name] for f in dataclasses.fields(SamplingParams) if f.name in given and f.name != "seed"}
+    sys.stdout = sys.stdout or open(os.devnull, "w")    # None if it was closed
     sys.stdout.reconfigure(errors="replace")            # a terminal that can't show a character is no reason to stop
-    if args.threads or args.engine.get("model", "tiny") == "tiny":
-        torch.set_num_threads(args.threads or 1)
     try:
+        if not 1 <= (args.threads or 1) <= 1024 or args.threads == 0:
+            raise ValueError(f"threads={args.threads}: it must be an integer from 1 to 1024")
+        if args.threads or args.engine.get("model", "tiny") == "tiny":
+            torch.set_num_threads(args.threads or 1)
         args.run(args)
         sys.stdout.flush()
-    except ValueError as error:
+    except BrokenPipeError:                             # the reader of our pipe has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
         print(f"nanoserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:                             # the reader of our pipe has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
