@@ -154,7 +154,7 @@ class Tokenizer:
             lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
             merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
             for pair in merges:
-                if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() - {""}:
+                if len(pair) != 2 or "" in pair or not {*pair, "".join(pair)} <= vocab.keys():
                     raise ValueError(f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
             made = {"".join(pair) for pair in merges}
             unmade = [token for token in vocab if len(token) > 1 and token not in made and not (token[0], token[-1]) == ("<", ">")]
@@ -198,9 +198,10 @@ class Tokenizer:
             text = text.decode("utf-8", "surrogateescape")
         else:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return [i for piece in pretokenize(text) for i in self._piece(piece.encode("utf-8", "surrogateescape"))]
+        return [i for piece in pretokenize(text) for i in self.piece(piece.encode("utf-8", "surrogateescape"))]
 
-    def _piece(self, piece):
+    def piece(self, piece):
+        """The ids of the bytes of one piece. Only short ones are remembered: a long one does not come again."""
         return self._remembered(piece) if len(piece) < 64 else self._merge(piece)
 
     def decode_bytes(self, ids):
