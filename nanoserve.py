@@ -60,18 +60,7 @@ EMBEDDED = Path(__file__).parent / "weights"
 
 
 # ----------------------------------------------------------------------------------------------
-# tokenizer: byte-level BPE, identical to GPT-2's
-
-
-def _byte_alphabet():
-    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else 256, 257, ..."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    stand_in = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    return [stand_in[b] for b in range(256)]
-
-
-BYTE_TO_CHAR = _byte_alphabet()
+# files
 
 
 @contextlib.contextmanager
@@ -90,9 +79,30 @@ def reading(path):
         raise ValueError(f"{path} is not what a GPT-2 folder holds: {error!r}") from None
 
 
+# ----------------------------------------------------------------------------------------------
+# tokenizer: byte-level BPE (Sennrich et al. 2016), identical to GPT-2's
+#
+#   text --pretokenize--> pieces --UTF-8--> bytes --merges, in the order they were learnt--> tokens --vocab--> ids
+
+
+def _byte_alphabet():
+    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else 256, 257, ..."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    stand_in = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [stand_in[b] for b in range(256)]
+
+
+BYTE_TO_CHAR = _byte_alphabet()
+
+
 class _CharClass(dict):
-    """For str.translate: every non-ASCII character becomes an ASCII one of its kind, so that the pattern
-    below needs no Unicode tables: a letter "a", a number "0", a blank a newline, anything else "!"."""
+    """For str.translate: every non-ASCII character becomes an ASCII one of its kind.
+
+    GPT-2's pattern asks for Unicode's letters and numbers, which Python's re can't. So it runs over a shadow of the text:
+    a letter is "a", a number "0", a blank a newline, anything else "!". The shadow is as long as the text, so the pieces
+    found in one are the pieces of the other. Categories come from unicodedata, one look per different character.
+    """
 
     def __missing__(self, code):
         char = chr(code)
@@ -123,6 +133,10 @@ class Tokenizer:
 
     `<|endoftext|>` written in a text is encoded as the ordinary characters it is made of: only the engine
     deals in the id `eos_id`, so no prompt can forge the end of a text.
+
+    >>> tokenizer = Tokenizer.load(EMBEDDED / "tiny")
+    >>> tokenizer.decode(tokenizer.encode("naïve 日本")), tokenizer.decode_bytes(tokenizer.encode(b"\\xff"))
+    ('naïve 日本', b'\\xff')
     """
 
     def __init__(self, vocab, merges):
@@ -345,33 +359,34 @@ def inflate(weights, dtype=torch.float32, big=GPT2_124M):
             big.vocab_size - small.vocab_size, big.context_length - small.context_length, big.num_layers - small.num_layers) < 0:
         raise ValueError(f"can't inflate {small} to {big}: width, heads and head_dim must be multiples, and nothing smaller")
 
-    def heads(x):                           # [..., E] -> [..., r E]: repeat the heads, and the dims within each head
-        x = x.reshape(*x.shape[:-1], small.num_heads, old_D)
-        return x.repeat(*[1] * (x.dim() - 2), head_copies, dim_copies).flatten(-2)
-
-    def repeat(x):                          # a vector of the residual stream, or of the MLP
+    def repeat(x):                          # [..., E] -> [..., r E]: what writes to the residual stream, or to the MLP
         return x.repeat(*[1] * (x.dim() - 1), r)
 
     def read(x):                            # [in, out] -> [r in, out]: the input comes r times, so each copy counts 1/r
         return x.repeat(r, 1) / r
+
+    def heads(x):                           # [..., E] -> [..., r E]: repeat the heads, and the dims within each head
+        x = x.unflatten(-1, (small.num_heads, old_D))
+        return x.repeat(*[1] * (x.dim() - 2), head_copies, dim_copies).flatten(-2)
+
+    def qkv(x):                             # [..., 3 E] -> [..., 3 r E]; q.k is a sum over dim_copies times the dims ...
+        q, k, v = x.chunk(3, -1)
+        q = q * (new_D / old_D) ** 0.5 / dim_copies         # ... and is divided by the root of another head_dim
+        return torch.cat([heads(q), heads(k), heads(v)], -1)
 
     old = {name: tensor.double() for name, tensor in weights.items()}
     new = {name: torch.zeros(shape, dtype=dtype) for name, shape in big.shapes().items()}
     for name in ("wte.weight", "wpe.weight"):
         new[name][:len(old[name])] = repeat(old[name])
     for i in range(big.num_layers):
-        source = f"h.{min(i, small.num_layers - 1)}."           # a layer beyond the last repeats its work ...
-        qkv_scale = torch.tensor([(new_D / old_D) ** 0.5 / dim_copies, 1, 1], dtype=torch.float64).repeat_interleave(small.width)
-        for part, make in (("attn.c_attn", lambda x: torch.cat([heads(third) for third in (x * qkv_scale).chunk(3, -1)], -1)),
-                           ("attn.c_proj", repeat), ("mlp.c_fc", repeat), ("mlp.c_proj", repeat)):
-            matrix, bias = old[f"{source}{part}.weight"], old[f"{source}{part}.bias"]
-            matrix = heads(matrix.T).T / r if part == "attn.c_proj" else read(matrix)
-            unheard = i >= small.num_layers and part.endswith("c_proj")
-            if not unheard:                                     # ... and adds nothing
-                new[f"h.{i}.{part}.weight"][:], new[f"h.{i}.{part}.bias"][:] = make(matrix), make(bias)
-        for norm in ("ln_1", "ln_2"):
-            for kind in ("weight", "bias"):
-                new[f"h.{i}.{norm}.{kind}"][:] = repeat(old[f"{source}{norm}.{kind}"])
+        parts = {"ln_1": (repeat, repeat), "attn.c_attn": (lambda x: qkv(read(x)), qkv),
+                 "ln_2": (repeat, repeat), "mlp.c_fc": (lambda x: repeat(read(x)), repeat)}
+        if i < small.num_layers:            # a layer beyond the last does all the work of the last, and its outputs stay 0
+            parts |= {"attn.c_proj": (lambda x: repeat(heads(x.T).T / r), repeat), "mlp.c_proj": (lambda x: repeat(read(x)), repeat)}
+        for part, (matrix, bias) in parts.items():
+            source = f"h.{min(i, small.num_layers - 1)}.{part}"
+            new[f"h.{i}.{part}.weight"][:] = matrix(old[f"{source}.weight"])
+            new[f"h.{i}.{part}.bias"][:] = bias(old[f"{source}.bias"])
     E = small.width
     new["ln_f.weight"][:E], new["ln_f.bias"][:E] = old["ln_f.weight"], old["ln_f.bias"]
     new["ln_f.bias"][E], new["wte.weight"][small.vocab_size:, E] = 1.0, -100.0
@@ -672,31 +687,34 @@ class Engine:
         """One forward pass. -> list of StepOutput: of the requests that got tokens, and of those that were aborted."""
         outputs, self._outbox = self._outbox, []
         started = self.clock()
+
+        # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit.
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
         if not scheduled:
             return outputs
-        batch = Batch.build([self._work(*item) for item in self.last_batch], self.config.block_size)
+
+        # 2) All their tokens end to end. Only who reaches its last token has something to sample from.
+        sequences = [(request.tokens[start:start + n], start, request.block_table, int(n == request.num_missing))
+                     for request, start, n in self.last_batch]
+        batch = Batch.build(sequences, self.config.block_size)
+
+        # 3) One forward pass: writes K and V of every token, and reads the weights once for all of them.
         before = self.clock()
         self.stats.count_step(scheduled, before)
         logits = self.model.forward(batch, self.cache)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()      # [S, V]; NumPy has no bfloat16
         after = self.clock()
-        row = 0
-        for request, n in scheduled:
-            rows = 1 if n == request.num_missing else 0         # an unfinished prompt has nothing to sample from yet
-            if rows:
-                outputs.append(self._sample(request, n, logits[row], after))
+
+        # 4) Logits to tokens to text, request by request; the rest of a prompt only moves on.
+        rows = iter(logits)
+        for (request, n), (*_, num_rows) in zip(scheduled, sequences):
+            if num_rows:
+                outputs.append(self._sample(request, n, next(rows), after))
             else:
                 self.scheduler.advance(request, n)
-            row += rows
         self.stats.count_time(started, after - before, self.clock())
         return outputs
-
-    @staticmethod
-    def _work(request, start, n):
-        """A request's part of the batch: (new token ids, position of the first, block table, rows to sample)."""
-        return request.tokens[start:start + n], start, request.block_table, int(n == request.num_missing)
 
     def _sample(self, request, n, logits, now):
         """The request is computed up to its last token: draw the next one, and see if that ends it. -> StepOutput."""

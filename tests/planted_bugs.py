@@ -87,7 +87,7 @@ BUGS = [
     # --- nanoserve.py
     Bug("one-token-too-many", "nanoserve.py", "elif len(request.tokens) == request.max_len:", "elif len(request.tokens) > request.max_len:",
         "test_engine.test_the_shortest_and_the_longest_prompt"),
-    Bug("sampled-in-mid-prompt", "nanoserve.py", "rows = 1 if n == request.num_missing else 0", "rows = 1",
+    Bug("sampled-in-mid-prompt", "nanoserve.py", "int(n == request.num_missing))", "1)",
         "test_engine.test_ghost_matrix", (2,)),
     Bug("seed-of-the-batch", "nanoserve.py", "[], [], request.seed, position", "[], [], request.seed + len(self.scheduler.running), position",
         "test_engine.test_sampling_does_not_see_the_crowd"),
