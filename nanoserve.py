@@ -837,7 +837,9 @@ class View:
             time.sleep(pause)
         else:
             batch = " ".join(f"{self.letter(request.request_id)}{n}" for request, _, n in self.engine.last_batch)
-            print(*events, f"{self.engine.stats.steps:4} [{''.join(self.pool())}] goodput {gauges[1]:4.0%}  {batch}", sep="\n")
+            if self.engine.stats.steps == 1:
+                print("step [KV pool: a symbol per block] goodput, tokens computed per request")
+            print(*events, f"{self.engine.stats.steps:4} [{''.join(self.pool())}] {gauges[1]:4.0%}  {batch}", sep="\n")
         self.seconds_shown += time.perf_counter() - started
 
     def events(self, outputs):
@@ -858,7 +860,8 @@ class View:
                  f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass runs",
                  f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
                  f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free"]
-        lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + 39]) for i in range(0, len(symbols), 39)]
+        per_line = math.ceil(len(symbols) / math.ceil(len(symbols) / 39))
+        lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)]
         lines += ["", f"batch: {sum(n for _, _, n in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
                   "one letter: a decode, several: a chunk of a prompt",
                   " " + "".join(self.paint(self.letter(r.request_id), math.ceil(n / unit)) for r, _, n in self.engine.last_batch),
@@ -886,7 +889,7 @@ def main_job(args):
         raise ValueError(f"delay={args.delay}: it must be a number of seconds from 0 to 60")
     script = json.loads((EMBEDDED / "prompts.json").read_text("utf-8"))
     # A pool and a budget so small that sharing, chunking and a preemption really happen.
-    engine = Engine(**{"num_blocks": 39, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
+    engine = Engine(**{"num_blocks": 48, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
     view = View(engine)
     engine.clock = lambda: time.perf_counter() - view.seconds_shown       # drawing is not serving
     arrivals, requests, answers, tick = deque(script["requests"]), {}, {}, 0
@@ -915,8 +918,10 @@ def print_summary(engine, requests, answers):
         prompt = engine.tokenizer.decode(answer.prompt_token_ids)
         prompt = prompt if len(prompt) < 120 else "…" + prompt[-120:]
         lines = f"{prompt}»{answer.text}".rstrip("\n").split("\n")
-        print(f"{name} ({answer.finish_reason})", *(textwrap.fill(line, 76, initial_indent="    ", subsequent_indent="    ",
-              drop_whitespace=False) for line in lines), "", sep="\n")
+        print(f"{name} ({answer.finish_reason})")
+        for line in lines:
+            print(textwrap.fill(line, 76, initial_indent="    ", subsequent_indent="    "))
+        print()
     print("request       prompt  cached  output  preempted  TTFT ms  ITL ms  longest gap ms")
     for name, r in requests.items():
         itl = (r.last_token_time - r.first_token_time) / max(r.num_output_tokens - 1, 1)
@@ -984,7 +989,7 @@ def build_parser():
                         help="CPU threads (default: 1 for tiny, whose matrices are too small to share, else torch's choice)")
     add_flags(common.add_argument_group("engine"), EngineConfig)
     parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. Without a "
-                                     "command: serve the built-in prompts with a live view, on a small pool of 39 blocks.")
+                                     "command: serve the built-in prompts with a live view, on a small pool of 48 blocks.")
     parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
     parser.set_defaults(run=main_job)
     commands = parser.add_subparsers(title="commands", metavar="")

@@ -381,7 +381,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12000, help="training steps of the target")
-    parser.add_argument("--draft-steps", type=int, default=6000, help="training steps of the draft")
+    parser.add_argument("--draft-steps", type=int, default=5000, help="training steps of the draft")
     parser.add_argument("--report", action="store_true", help="only measure the models in the folders")
     parser.add_argument("--sample", metavar="PROMPT", help="only continue this prompt, greedily and at T=0.8")
     arguments = parser.parse_args()
