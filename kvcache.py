@@ -37,7 +37,8 @@ Limits.  Two sequences that compute the same prefix in the same step each keep a
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -234,12 +235,14 @@ class Batch:
 
     tokens: np.ndarray          # [T] ids
     positions: np.ndarray       # [T] position of each token in its own sequence
+    sequences: np.ndarray       # [T] which of the R sequences it belongs to
     slots: np.ndarray           # [T] where its K and V go (vLLM's slot_mapping)
     query_start: np.ndarray     # [R + 1] sequence r owns the rows [query_start[r], query_start[r + 1])
     context_len: np.ndarray     # [R] tokens in the cache once this step's are written: the last row attends to all
     block_tables: np.ndarray    # [R, W] block ids, padded with -1
     logit_rows: np.ndarray      # rows whose logits somebody will sample from
     block_size: int
+    launch_plan: "LaunchPlan | None" = None     # made by the first layer that runs kernels.cu, used by all
 
     @classmethod
     def build(cls, sequences, block_size):
@@ -255,8 +258,8 @@ class Batch:
         positions = np.arange(len(owner)) - query_start[owner] + starts[owner]          # [T]
         slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
         context_len = starts + counts
-        return cls(np.concatenate([tokens for tokens, _, _, _ in sequences]), positions, slots, query_start,
-                   context_len, block_tables, np.flatnonzero(positions >= (context_len - wanted)[owner]), block_size)
+        return cls(np.concatenate([tokens for tokens, _, _, _ in sequences]), positions, owner, slots,
+                   query_start, context_len, block_tables, np.flatnonzero(positions >= (context_len - wanted)[owner]), block_size)
 
     @cached_property
     def groups(self):
@@ -322,7 +325,135 @@ def attention_torch(q, k_cache, v_cache, batch):
     return out
 
 
-ATTENTION = {"numpy": attention_numpy, "torch": attention_torch}
+# ----------------------------------------------------------------------------------------------
+# attention by kernels.cu
+
+KERNEL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}
+KERNEL_HEAD_DIMS = (32, 64, 128)
+KERNEL_BLOCK_SIZE = 16
+TILE_ROWS = (1, 4)              # query rows that share the loads of K and V: 1 for a decode, 4 for whatever is longer
+MIN_KEYS_PER_SPLIT = 256        # below that, merging the splits costs more than they save
+
+
+def kernel_names(dtype, head_dim):
+    """The instances of kernels.cu for one type and head_dim, spelled as the compiler wants them.
+
+    >>> kernel_names(torch.float16, 64)[:3]
+    ['reshape_and_cache', 'merge_splits<half, 64>', 'paged_attention_simple<half, 64>']
+    """
+    instance = f"<{KERNEL_TYPES[dtype]}, {head_dim}"
+    return ["reshape_and_cache", f"merge_splits{instance}>", f"paged_attention_simple{instance}>",
+            *(f"paged_attention{instance}, {rows}>" for rows in TILE_ROWS)]
+
+
+def compile_kernels(code, names):
+    """Compile and load kernels -> {name: function(grid, block, arguments)}. CuPy is imported here and nowhere else."""
+    if not torch.cuda.is_available():
+        raise ValueError("attention='cuda': torch sees no CUDA GPU here; use attention='torch' or leave it out")
+    try:
+        import cupy
+    except ImportError:
+        raise ValueError("attention='cuda' needs CuPy: pip install cupy-cuda13x, or use attention='torch'") from None
+    module = cupy.RawModule(code=code, options=("-std=c++17",), name_expressions=names)
+    module.compile()            # now: nothing can be compiled or loaded while a CUDA graph is being captured
+
+    def on_torchs_stream(kernel):
+        def launch(grid, block, arguments):
+            # Asked anew at every launch: during a capture, torch's current stream is another one.
+            with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+                kernel(grid, block, arguments)
+        return launch
+
+    return {name: on_torchs_stream(module.get_function(name)) for name in names}
+
+
+@lru_cache(maxsize=None)
+def load_kernels(dtype, head_dim, block_size):
+    """All kernels for one kind of cache, compiled once. ValueError for a kind that kernels.cu has no instance of."""
+    if dtype not in KERNEL_TYPES or head_dim not in KERNEL_HEAD_DIMS or block_size != KERNEL_BLOCK_SIZE:
+        raise ValueError(f"attention='cuda' can't do {dtype}, head_dim {head_dim}, block_size {block_size}: kernels.cu has float32, "
+                         f"float16 and bfloat16, head_dim {KERNEL_HEAD_DIMS}, block_size {KERNEL_BLOCK_SIZE}; use attention='torch'")
+    return compile_kernels(Path(__file__).with_name("kernels.cu").read_text("utf-8"), kernel_names(dtype, head_dim))
+
+
+def launch(kernel, grid, block, *arguments):
+    """Tensors go as addresses, NumPy scalars as they are. A Python int or float would arrive as 8 bytes, whatever the
+    kernel expects, so there must be none."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and (argument.data_ptr() % 16 or argument.stride(-1) != 1):
+            raise ValueError(f"a kernel needs rows of dense, 16-byte aligned numbers: address {argument.data_ptr()}, "
+                             f"strides {argument.stride()}")
+    kernel(grid, block, tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+
+@dataclass
+class LaunchPlan:
+    """What the kernels read besides q and the cache, on the device. Made once per step, for all layers."""
+
+    slots: torch.Tensor         # [T], all int32; -1 is padding here and below
+    sequences: torch.Tensor     # [T]
+    positions: torch.Tensor     # [T]
+    query_start: torch.Tensor   # [R + 1]
+    block_tables: torch.Tensor  # [R, W]
+    tiles: dict                 # rows -> [tiles, 2]: (sequence, first row), the rows numbered token * group + head
+    splits: int                 # thread blocks that share a context
+    partial: torch.Tensor       # [T, H, splits, D + 2] float32, what the splits leave to merge_splits
+
+    @classmethod
+    def make(cls, batch, H, G, D, device):
+        arrays = [torch.from_numpy(array.astype(np.int32)).to(device)
+                  for array in (batch.slots, batch.sequences, batch.positions, batch.query_start, batch.block_tables)]
+        rows_of = np.diff(batch.query_start) * (H // G)                                     # [R]
+        tiles = {rows: [(r, first) for r, n in enumerate(rows_of) if (n > 1) == (rows > 1) for first in range(0, n, rows)]
+                 for rows in TILE_ROWS}
+        # Thread blocks enough to fill every processor four times over, but no shorter runs of keys than pay.
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+        splits = max(1, min(4 * processors // (G * sum(map(len, tiles.values()))), batch.context_len.max() // MIN_KEYS_PER_SPLIT))
+        partial = torch.empty((len(batch.tokens), H, splits, D + 2) if splits > 1 else (1,), dtype=torch.float32, device=device)
+        return cls(*arrays, {rows: torch.tensor(t, dtype=torch.int32, device=device) for rows, t in tiles.items() if t},
+                   int(splits), partial)
+
+
+def write_cuda(k_cache, v_cache, k, v, plan):
+    """Copy k, v [T, G, D], slices of one QKV product, into their slots of the caches [N, B, G, D]."""
+    if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype or k.stride() != v.stride() or not k_cache.is_contiguous():
+        raise ValueError(f"k and v must be alike, and of the cache's type: {k.dtype} {k.stride()}, {v.dtype} {v.stride()}, "
+                         f"cache {k_cache.dtype} {k_cache.stride()}")
+    kernels, (T, G, D) = load_kernels(k.dtype, k.shape[2], k_cache.shape[1]), k.shape
+    per_piece = 16 // k.element_size()
+    launch(kernels["reshape_and_cache"], (T, 1, 1), (64, 1, 1), k_cache, v_cache, k, v, plan.slots,
+           np.int32(G * D // per_piece), np.int32(k.stride(0) // per_piece))
+
+
+def attention_cuda(q, k_cache, v_cache, batch):
+    """The same by kernels.cu: a launch for the decodes, one for everything longer. Shapes as in attention_numpy."""
+    (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
+    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1]), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    for rows, tiles in plan.tiles.items():
+        launch(kernels[f"paged_attention{instance}, {rows}>"], (G, len(tiles), plan.splits), (128, 1, 1),
+               out, plan.partial, q, np.int32(q.stride(0)), k_cache, v_cache, plan.block_tables,
+               np.int32(plan.block_tables.shape[1]), plan.query_start, plan.positions, tiles, np.float32(D ** -0.5), np.int32(H // G))
+    if plan.splits > 1:
+        launch(kernels[f"merge_splits{instance}>"], (H, T, 1), (D, 1, 1), out, plan.partial, plan.sequences, np.int32(plan.splits))
+    return out
+
+
+def attention_cuda_simple(q, k_cache, v_cache, batch):
+    """The same by the kernel to be read first. The tests run it; the engine does not."""
+    (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
+    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1]), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    launch(kernels[f"paged_attention_simple{instance}>"], (H, T, 1), (D, 1, 1), out, q, np.int32(q.stride(0)), k_cache, v_cache,
+           plan.block_tables, np.int32(plan.block_tables.shape[1]), plan.sequences, plan.positions, np.float32(D ** -0.5),
+           np.int32(H // G))
+    return out
+
+
+# ----------------------------------------------------------------------------------------------
+# the cache
+
+ATTENTION = {"numpy": attention_numpy, "torch": attention_torch, "cuda": attention_cuda}
 
 
 class KVCache:
@@ -337,6 +468,8 @@ class KVCache:
             raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
                              "memory than can be had: lower num_blocks or block_size") from None
         self.attention = ATTENTION[attention]
+        if attention == "cuda":
+            load_kernels(dtype, head_dim, block_size)       # compile before anything is served
 
     def attend(self, layer, q, k, v, batch):
         """Write the new k, v [T, G, D] into their slots, then attend with q [T, H, D] -> [T, H, D].
@@ -344,7 +477,12 @@ class KVCache:
         All writes come before any read: a row reads what later rows of its own sequence left alone, and
         what earlier rows of this very step have just written.
         """
-        slots = torch.from_numpy(batch.slots).to(q.device)
-        self.k[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
-        return self.attention(q, self.k[layer], self.v[layer], batch)
+        k_cache, v_cache = self.k[layer], self.v[layer]                             # [N, B, G, D]
+        if self.attention is attention_cuda:
+            batch.launch_plan = batch.launch_plan or LaunchPlan.make(batch, q.shape[1], *k.shape[1:], q.device)
+            write_cuda(k_cache, v_cache, k, v, batch.launch_plan)
+        else:
+            slots = torch.from_numpy(batch.slots).to(q.device)
+            k_cache.flatten(0, 1).index_copy_(0, slots, k)
+            v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        return self.attention(q, k_cache, v_cache, batch)

@@ -16,3 +16,7 @@ def tiny():
     """(weights, tokenizer) of the embedded model."""
     from nanoserve import EMBEDDED, Tokenizer, load_weights
     return load_weights(EMBEDDED / "tiny"), Tokenizer.load(EMBEDDED / "tiny")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; `pytest -m gpu` runs only these")
