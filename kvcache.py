@@ -39,6 +39,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -401,17 +402,36 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, batch, H, G, D, device):
+        """For a Batch of this step."""
         arrays = [torch.from_numpy(array.astype(np.int32)).to(device)
                   for array in (batch.slots, batch.sequences, batch.positions, batch.query_start, batch.block_tables)]
         rows_of = np.diff(batch.query_start) * (H // G)                                     # [R]
         tiles = {rows: [(r, first) for r, n in enumerate(rows_of) if (n > 1) == (rows > 1) for first in range(0, n, rows)]
                  for rows in TILE_ROWS}
-        # Thread blocks enough to fill every processor four times over, but no shorter runs of keys than pay.
+        tiles = {rows: torch.tensor(t, dtype=torch.int32, device=device) for rows, t in tiles.items() if t}
+        splits = cls.num_splits(G * sum(map(len, tiles.values())), batch.context_len.max(), device)
+        return cls(*arrays, tiles, splits, cls.workspace(len(batch.tokens), H, splits, D, device))
+
+    @classmethod
+    def padding(cls, size, table_width, max_context, H, G, D, device):
+        """For `size` decodes that are not there: every slot, sequence and tile is -1."""
+        filled = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=device)
+        rows = 1 if H == G else TILE_ROWS[-1]
+        splits = cls.num_splits(G * size * -(-(H // G) // rows), max_context, device)
+        first_rows = range(0, H // G, rows)
+        tiles = torch.tensor([(-1, first) for _ in range(size) for first in first_rows], dtype=torch.int32, device=device)
+        return cls(filled(-1, size), filled(-1, size), filled(0, size), torch.arange(size + 1, dtype=torch.int32, device=device),
+                   filled(0, size, table_width), {rows: tiles}, splits, cls.workspace(size, H, splits, D, device))
+
+    @staticmethod
+    def num_splits(blocks, max_context, device):
+        """Thread blocks enough to fill every processor four times over, but no shorter runs of keys than pay."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-        splits = max(1, min(4 * processors // (G * sum(map(len, tiles.values()))), batch.context_len.max() // MIN_KEYS_PER_SPLIT))
-        partial = torch.empty((len(batch.tokens), H, splits, D + 2) if splits > 1 else (1,), dtype=torch.float32, device=device)
-        return cls(*arrays, {rows: torch.tensor(t, dtype=torch.int32, device=device) for rows, t in tiles.items() if t},
-                   int(splits), partial)
+        return int(max(1, min(4 * processors // blocks, max_context // MIN_KEYS_PER_SPLIT)))
+
+    @staticmethod
+    def workspace(T, H, splits, D, device):
+        return torch.empty((T, H, splits, D + 2) if splits > 1 else (1,), dtype=torch.float32, device=device)
 
 
 def write_cuda(k_cache, v_cache, k, v, plan):
@@ -486,3 +506,71 @@ class KVCache:
             k_cache.flatten(0, 1).index_copy_(0, slots, k)
             v_cache.flatten(0, 1).index_copy_(0, slots, v)
         return self.attention(q, k_cache, v_cache, batch)
+
+
+# ----------------------------------------------------------------------------------------------
+# decode steps as CUDA graphs
+
+
+class DecodeGraphs:
+    """A model whose decode steps are replayed from CUDA graphs. For a GPU and attention="cuda".
+
+    A decode of a small model is a hundred and more launches, and on a fast GPU launching takes longer than running. A graph
+    is launched once. The price: it freezes addresses, shapes and grids. So each batch size has a graph of its own, rounded
+    up to a power of two; the inputs are copied into tensors that stay where they are; and whoever is missing is padding:
+    tiles, slots and sequences of -1, which write and read nothing.
+    """
+
+    def __init__(self, model, cache, capture=True):
+        self.model, self.config, self.cache, self.capture = model, model.config, cache, capture
+        self.graphs = {}                    # size -> (inputs, replay, logits [size, V])
+
+    @torch.inference_mode()
+    def forward(self, batch, cache):
+        """As GPT2.forward. A step that is not all decodes goes the ordinary way."""
+        R = len(batch.context_len)
+        if len(batch.tokens) > R:
+            return self.model.forward(batch, cache)
+        size = 1 << (R - 1).bit_length()
+        if size not in self.graphs:
+            self.graphs[size] = self._record(size)
+        inputs, replay, logits = self.graphs[size]
+        self._fill(inputs, batch, R)
+        replay()
+        return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
+
+    def _shape(self):
+        G, D = self.cache.k.shape[3:]
+        return self.config.num_heads, G, D, self.cache.k.device
+
+    def _record(self, size):
+        """Run the model once on nothing but padding, and once more to be recorded."""
+        *_, device = self._shape()
+        width = math.ceil(self.config.context_length / self.cache.k.shape[2])
+        inputs = SimpleNamespace(tokens=torch.zeros(size, dtype=torch.int64, device=device),
+                                 positions=torch.zeros(size, dtype=torch.int64, device=device),
+                                 launch_plan=LaunchPlan.padding(size, width, self.config.context_length, *self._shape()))
+        run = lambda: self.model.compute(inputs.tokens, inputs.positions, slice(None), inputs, self.cache)
+        logits = run()                                      # everything is compiled, loaded and allocated now
+        if not self.capture:
+            return inputs, lambda: logits.copy_(run()), logits
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = run()
+        return inputs, graph.replay, logits
+
+    def _fill(self, inputs, batch, R):
+        """The batch into the first R places, padding into the others."""
+        frozen, new = inputs.launch_plan, LaunchPlan.make(batch, *self._shape())
+        for target, values in ((inputs.tokens, batch.tokens), (inputs.positions, batch.positions)):
+            target[:R] = torch.from_numpy(values).to(target.device)
+            target[R:] = 0
+        for name in ("slots", "sequences"):
+            getattr(frozen, name)[:R] = getattr(new, name)
+            getattr(frozen, name)[R:] = -1
+        frozen.positions[:R] = new.positions
+        frozen.block_tables[:R, :new.block_tables.shape[1]] = new.block_tables
+        for tiles in frozen.tiles.values():
+            per_sequence = len(tiles) // len(frozen.slots)
+            tiles[:, 0] = frozen.sequences.repeat_interleave(per_sequence)      # a decode is its own sequence

@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvcache import ATTENTION, Batch, BlockAllocator, KVCache
+from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache
 from scheduler import Request, Scheduler, Stats
 from spec import Detokenizer, SamplingParams, target_probs, verify
 
@@ -452,6 +452,10 @@ class GPT2:
     @torch.inference_mode()
     def forward(self, batch, cache):
         """Compute batch.tokens [T], writing their K and V into `cache` -> logits [S, V] of batch.logit_rows."""
+        on_device = [torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.positions, batch.logit_rows)]
+        return self.compute(*on_device, batch, cache)
+
+    def compute(self, tokens, positions, logit_rows, batch, cache):
         w, config = self.weights, self.config
 
         def layer_norm(x, name):
@@ -460,8 +464,6 @@ class GPT2:
         def linear(x, name):
             return torch.addmm(w[f"{name}.bias"], x, w[f"{name}.weight"])
 
-        tokens, positions, logit_rows = (torch.from_numpy(array).to(self.device)
-                                         for array in (batch.tokens, batch.positions, batch.logit_rows))
         x = w["wte.weight"][tokens] + w["wpe.weight"][positions]                    # [T, E]
         for i in range(config.num_layers):
             qkv = linear(layer_norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")        # [T, E] -> [T, 3 E]
@@ -504,7 +506,7 @@ class EngineConfig:
     device: str | None = _option(None, _choice(None, "cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
     dtype: str | None = _option(None, _choice(None, "float32", "float64", "bfloat16", "float16"),
                                 "of weights and K/V; default: float32 on the CPU, float16 on a GPU")
-    attention: str | None = _option(None, _choice(None, *ATTENTION), "numpy is the slow reference; default: torch")
+    attention: str | None = _option(None, _choice(None, *ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU, else torch")
     block_size: int = _option(16, _at_least(1, "tokens"), "tokens per block of the KV pool")
     num_blocks: int = _option(256, _at_least(1, "blocks"), "blocks in the KV pool")
     max_num_seqs: int = _option(16, _at_least(1, "requests"), "most requests that run at once")
@@ -602,11 +604,15 @@ class Engine:
         dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
         if config.attention == "numpy" and device == "cuda":
             raise ValueError("attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
+        attention = config.attention or ("cuda" if device == "cuda" else "torch")
         weights, tokenizer = load_model(config.model, dtype)
         shape = weights.config
         cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads,
-                        shape.width // shape.num_heads, dtype, device, config.attention or "torch")
-        return GPT2(weights, dtype, device), tokenizer, cache
+                        shape.width // shape.num_heads, dtype, device, attention)
+        model = GPT2(weights, dtype, device)
+        if device == attention == "cuda":
+            model = DecodeGraphs(model, cache)
+        return model, tokenizer, cache
 
     # --- requests in ---
 
@@ -967,8 +973,11 @@ def generate(args):
 def bench(args):
     """Run tests/bench.py: it measures the product, and is no part of it."""
     sys.path.insert(0, str(Path(__file__).parent / "tests"))
-    from bench import run_bench
-    run_bench(args.json, args.threads)
+    from bench import run_bench, run_kernels
+    if args.kernels:
+        run_kernels(args.json)
+    else:
+        run_bench(args.json, args.threads)
 
 
 def add_flags(parser, config, skip=()):
@@ -998,6 +1007,7 @@ def build_parser():
     add_flags(command.add_argument_group("sampling"), SamplingParams, skip=("seed",))
     command.set_defaults(run=generate)
     command = commands.add_parser("bench", parents=[common], help="throughput of a fixed workload; the last line is JSON")
+    command.add_argument("--kernels", action="store_true", help="on a GPU: decode attention in GB/s, beside a plain copy")
     command.set_defaults(run=bench)
     return parser
 

@@ -17,6 +17,7 @@ import time
 
 import torch
 
+from kvcache import KERNEL_BLOCK_SIZE, Batch, KVCache
 from nanoserve import Engine, SamplingParams
 
 
@@ -76,3 +77,67 @@ def run_bench(quiet=False, threads=None):
             prefill, decode, mixed, outside = figures.values()
             print(f"{model:5} {torch.get_num_threads()} thread(s) {prefill:18,.0f} {decode:14,.1f} {mixed:13,.1f} {outside:26.1%}")
     print(json.dumps(results))
+
+
+# ----------------------------------------------------------------------------------------------
+# bench --kernels: decode attention on a GPU, beside a plain copy
+
+
+def seconds_on(device, function, repeat=20):
+    """Median seconds of one call, on the device's own clock."""
+    function()
+    times = []
+    for _ in range(repeat):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            function()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=2**30):
+    """-> (GB/s of a copy, list of dicts: batch, context, microseconds, GB/s of K and V read, floor in microseconds)."""
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_rate = 2 * copy_bytes / seconds_on(device, lambda: target.copy_(source))       # read and written
+    del source, target
+    rows = []
+    for sequences, context in shapes:
+        blocks_each = -(-context // KERNEL_BLOCK_SIZE)
+        read = 2 * sequences * context * H * D * dtype.itemsize                         # bytes of K and V in one layer
+        layers = max(1, min(12, 2**28 // read))                                         # visit several, so that no cache helps
+        cache = KVCache(layers, sequences * blocks_each, KERNEL_BLOCK_SIZE, H, D, dtype, device, "cuda")
+        order = torch.randperm(sequences * blocks_each).view(sequences, blocks_each).tolist()
+        batch = Batch.build([([0], context - 1, order[i], 1) for i in range(sequences)], KERNEL_BLOCK_SIZE)
+        qkv = torch.randn(sequences, 3, H, D, device=device).to(dtype)
+        q, k, v = qkv.unbind(1)
+
+        def one_pass():
+            for layer in range(layers):
+                cache.attend(layer, q, k, v, batch)
+
+        seconds = seconds_on(device, one_pass) / layers
+        rows.append({"sequences": sequences, "context": context, "us": seconds * 1e6, "GB_per_s": read / seconds / 1e9,
+                     "floor_us": read / copy_rate * 1e6, "splits": batch.launch_plan.splits})
+    return copy_rate / 1e9, rows
+
+
+def run_kernels(quiet=False):
+    if not torch.cuda.is_available():
+        raise ValueError("bench --kernels: torch sees no CUDA GPU here, and kernels have no speed without one")
+    device = torch.device("cuda")
+    rate, rows = measure_kernels(device, [(n, context) for n in (1, 8, 64, 256) for context in (128, 1024, 8192)])
+    if not quiet:
+        print(f"{torch.cuda.get_device_name()}: a copy moves {rate:,.0f} GB/s. Decode attention, float16, 12 heads of 64:")
+        print("sequences   context   splits     us   floor us   GB/s   of a copy")
+        for row in rows:
+            print(f"{row['sequences']:9} {row['context']:9} {row['splits']:8} {row['us']:6.1f} {row['floor_us']:10.1f} "
+                  f"{row['GB_per_s']:6.0f} {row['GB_per_s'] / rate:11.0%}")
+    print(json.dumps({"copy_GB_per_s": rate, "decode": rows}))

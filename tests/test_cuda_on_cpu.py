@@ -123,10 +123,9 @@ __global__ void from_a_lane_that_left(int* out) {
 
 __global__ void part_of_a_warp(int* out) { out[threadIdx.x] = __shfl_xor_sync(0xffff, 1, 1); }
 
-template <typename T> __global__ void nobody_wrote_it(T* out) {
-    __shared__ T never_written[4], left_behind[4];
-    out[threadIdx.x] = never_written[threadIdx.x];
-    out[4 + threadIdx.x] = left_behind[threadIdx.x];
+template <typename T> __global__ void read_before_write(T* out) {
+    __shared__ T left_behind[4];
+    out[threadIdx.x] = left_behind[threadIdx.x];
     left_behind[threadIdx.x] = T(1.f);
 }
 
@@ -155,8 +154,8 @@ NAMES = [
     "copy_scalars", "where_am_i", "who_runs_first", "half_of_them_return", "dynamic_shared", "round_trip<bf16>",
     "round_trip<half>", "functions",
     "left_neighbour<true>", "left_neighbour<false>", "barrier_for_some<64>", "barrier_for_some<16>", "shuffle_for_some<32>",
-    "shuffle_for_some<16>", "two_barriers", "from_a_lane_that_left", "part_of_a_warp", "nobody_wrote_it<float>",
-    "nobody_wrote_it<half>", "nobody_wrote_it<int>",
+    "shuffle_for_some<16>", "two_barriers", "from_a_lane_that_left", "part_of_a_warp", "read_before_write<float>",
+    "read_before_write<half>", "read_before_write<int>",
 ]
 SEEDS = (0, 1, 2, 3)
 
@@ -364,9 +363,9 @@ def test_shuffles_that_cuda_leaves_undefined_are_refused(launch):
 
 @pytest.mark.parametrize("name, dtype, poison", (("float", np.float32, np.nan), ("half", np.float16, np.nan), ("int", np.int32, -1)))
 def test_shared_memory_starts_poisoned_in_every_block(launch, name, dtype, poison):
-    out = np.zeros(8, dtype)
-    launch(f"nobody_wrote_it<{name}>", (3,), (4,), out)  # the second block must not see the first one's values
-    assert np.array_equal(out, np.full(8, poison, dtype), equal_nan=name != "int")
+    out = np.zeros(4, dtype)
+    launch(f"read_before_write<{name}>", (3,), (4,), out)  # the second block must not see the first one's values
+    assert np.array_equal(out, np.full(4, poison, dtype), equal_nan=name != "int")
 
 
 @pytest.mark.parametrize("grid, block, message", (

@@ -4,8 +4,8 @@ A run on the CPU shows that the indices, the masks, the barriers and the arithme
 threads. It can't show speed, what fast-math or fused multiply-adds round differently, or what lockstep warps would hide.
 """
 
-import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import cpu_module
 import kvcache
 from common import assert_close, greedy, poison
 from conftest import ROOT
-from kvcache import Batch, KVCache, attention_cuda, attention_cuda_simple, attention_numpy
+from kvcache import Batch, DecodeGraphs, KVCache, LaunchPlan, attention_cuda_simple, attention_numpy
 from nanoserve import Engine
 
 CODE = (ROOT / "kernels.cu").read_text("utf-8")
@@ -137,6 +137,40 @@ def test_whole_generations_through_kernels_cu(on_cpu, dtype):
         results.append([c.token_ids for c in completions])
         assert engine.stats.preemptions and engine.stats.cached_tokens
     assert all(result == results[0] for result in results)
+
+
+def test_decode_graphs_without_a_graph(on_cpu):
+    """What a CUDA graph would replay, run directly: padding to a power of two, inputs copied into tensors that stay. The
+    tokens are those of the plain model, while requests come, go, and are preempted."""
+    results = []
+    for wrap in (False, True):
+        engine = Engine(attention="cuda", num_blocks=6, max_num_seqs=5, max_num_batched_tokens=16)
+        poison(engine.pool, engine.cache)
+        if wrap:
+            engine.model = DecodeGraphs(engine.model, engine.cache, capture=False)
+        prompts = ["Once upon a time", "Q: What", "The", "def", "User: Hello!", "Dear"]
+        results.append([c.token_ids for c in engine.generate(prompts, [greedy(n) for n in (40, 3, 30, 40, 25, 30)])])
+        assert engine.stats.preemptions
+    assert set(engine.model.graphs) == {1, 2, 4, 8} and results[0] == results[1]
+
+
+def test_padded_decodes_of_grouped_heads(on_cpu):
+    """The frozen plan has the tiles of grouped heads, too."""
+    batch, q, k, v, cache = case([(20, 1), (3, 1), (40, 1)], 6, 1, 32, torch.float32)
+    expected = cache.attend(0, q, k, v, batch)
+    graphs = DecodeGraphs(SimpleNamespace(config=SimpleNamespace(num_heads=6, context_length=512)), cache, capture=False)
+    inputs = SimpleNamespace(tokens=torch.zeros(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64),
+                             launch_plan=LaunchPlan.padding(4, 32, 512, *graphs._shape()))
+    graphs._fill(inputs, batch, 3)
+    wide = [torch.cat([tensor, torch.zeros(1, *tensor.shape[1:])]) for tensor in (q, k, v)]
+    assert_close(cache.attend(0, *wide, inputs)[:3], expected, 1e-5, WHY)
+
+
+def test_the_kernel_benchmark_runs(on_cpu):
+    """bench --kernels measures what it says; without a GPU only its arithmetic can be checked."""
+    from bench import measure_kernels
+    rate, [row] = measure_kernels(torch.device("cpu"), [(2, 40)], dtype=torch.float32, H=2, D=32, copy_bytes=2**16)
+    assert row["GB_per_s"] * row["us"] * 1e3 == pytest.approx(2 * 2 * 40 * 2 * 32 * 4) and row["floor_us"] * rate * 1e3 == pytest.approx(40960)
 
 
 # ----------------------------------------------------------------------------------------------
