@@ -41,7 +41,7 @@ OPTIONS = {
 ALWAYS = (
     "-std=c++17", "-shared", "-fPIC", *F16C,
     "-fno-strict-aliasing",  # kernels read 16 bytes of any type as uint4; nvcc allows that
-    "-fvisibility=hidden", "-fno-gnu-unique",  # two libraries in one process share nothing, not even statics of templates
+    "-fvisibility=hidden", "-fno-gnu-unique",  # libraries in one process share nothing, not even statics of templates
 )
 
 
@@ -50,9 +50,8 @@ def unavailable_reason():
     """Why kernels can't be compiled here, or "" if they can."""
     if not shutil.which(COMPILER):
         return f"{COMPILER} is not installed"
-    probe = subprocess.run(
-        [COMPILER, *ALWAYS, "-fsyntax-only", "-x", "c++", "-"], input=f'#include "{HEADER}"\n', text=True, capture_output=True
-    )
+    command = [COMPILER, *ALWAYS, "-fsyntax-only", "-x", "c++", "-"]
+    probe = subprocess.run(command, input=f'#include "{HEADER}"\n', text=True, capture_output=True, env=plain_environment())
     if probe.returncode == 0:
         return ""
     first_error = next((line for line in probe.stderr.splitlines() if "error" in line), probe.stderr.strip())
@@ -120,15 +119,16 @@ class CpuKernel:
 
     def _check_types(self, values):
         if len(values) != len(self.parameters):
-            raise TypeError(f"kernel {self.name} has {len(self.parameters)} parameters, but got {len(values)} arguments")
+            counts = f"{len(self.parameters)} parameters, but got {len(values)} arguments"
+            raise TypeError(f"kernel {self.name} has {counts}")
         for i, (value, parameter) in enumerate(zip(values, self.parameters)):
             kind, size = parameter[0], int(parameter[1:])
             kinds = {"p": "iu", "i": "iub", "f": "f", "s": value.dtype.kind}[kind]
             if value.dtype.kind not in kinds or value.dtype.itemsize != size:
                 what = {"p": "pointer", "i": "integer", "f": "float", "s": "struct"}[kind]
                 raise TypeError(
-                    f"kernel {self.name}, argument {i}: a {size}-byte {what} is expected, but {value.dtype} was passed; "
-                    "a Python int goes as int64 and a float as double: use np.int32(n), np.float32(x), tensor.data_ptr()"
+                    f"kernel {self.name}, argument {i}: a {size}-byte {what} is expected, but {value.dtype} was "
+                    "passed; a Python int goes as int64, a Python float as double: use np.int32(n), np.float32(x)"
                 )
 
 
@@ -161,7 +161,8 @@ def translation_unit(code, symbols):
     dynamic = re.compile(r"extern\s+__shared__\s+(?:alignas\(\d+\)\s+)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;")
     code = dynamic.sub(r"\1* const \2 = reinterpret_cast<\1*>(cpu::dynamic_shared.get());", code)
     entries = "".join(f"KERNEL({symbol}, {name})\n" for name, symbol in symbols.items())
-    return f'#include "{HEADER.name}"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n#line 1 "name_expressions"\n{entries}'
+    return (f'#include "{HEADER.name}"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n'
+            f'#line 1 "name_expressions"\n{entries}')
 
 
 def build(source, options):
@@ -190,7 +191,8 @@ def plain_environment():
     return {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
 
 
-# --- sanitizers ---------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------
+# sanitizers
 #
 # The kernels are a library that Python loads, but a sanitizer's runtime has to be in the process from its start: it
 # replaces malloc, so that every array made later (NumPy's and torch's CPU tensors too) has fenced ends. Hence a new

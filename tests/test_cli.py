@@ -415,7 +415,9 @@ def test_broken_pipe(args):
 def test_ctrl_c():
     """Ctrl-C is how a user ends a long job: no traceback, and the shell's usual code."""
     slow = "--max-tokens", "500", "--ignore-eos", "--attention", "numpy", "--max-num-seqs", "1"         # minutes, if nobody stops it
-    with command("generate", *["Once upon a time"] * 40, *slow) as process:
+    # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+    heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with command("generate", *["Once upon a time"] * 40, *slow, **heed) as process:
         assert process.stdout.readline() == b"--- Once upon a time\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()

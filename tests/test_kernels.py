@@ -256,6 +256,41 @@ def padding_case():
 
 
 # ----------------------------------------------------------------------------------------------
+# under sanitizers
+
+
+PROGRAM = """
+import sys, torch, kvcache, test_kernels as t
+kvcache.compile_kernels = t.OnCpu.compile
+kvcache.MIN_KEYS_PER_SPLIT = 16
+for bug in t.KERNEL_BUGS:
+    if bug[0] in sys.argv[1:]:
+        t.OnCpu.code = t.CODE.replace(bug[1], bug[2])
+for shapes in ([(30, 1), (15, 1)], [(33, 1)], [(7, 1), (0, 9), (16, 3)]):
+    batch, q, k, v, cache = t.case(shapes, 2, 1, 32, torch.float16)
+    cache.attend(0, q, k, v, batch)
+    t.attention_cuda_simple(q, cache.k[0], cache.v[0], batch)
+    batch.launch_plan.slots = torch.full_like(batch.launch_plan.slots, -1)
+    cache.attend(0, q, k, v, batch)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("kind, bug, finding", [
+    ("address", None, None), ("thread", None, None), ("address", "padding-written", "kernels.cu"),
+    ("thread", "last-barrier-missing", "data race")])
+def test_sanitizers(kind, bug, finding):
+    """Clean as it is; with a bug, the sanitizer names the line even where the numbers happen to come out right."""
+    if cpu_module.sanitizer_unavailable_reason(kind):
+        pytest.skip(cpu_module.sanitizer_unavailable_reason(kind))
+    done = cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
+    if finding:
+        assert done.returncode != 0 and finding in done.stderr and "kernels.cu" in done.stderr, done.stderr[-2000:]
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", ""), done.stderr[-2000:]
+
+
+# ----------------------------------------------------------------------------------------------
 # on a GPU
 
 
