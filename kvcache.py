@@ -487,7 +487,7 @@ class KVCache:
         except (RuntimeError, TypeError):       # TypeError: more than 64 bits
             raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
                              "memory than can be had: lower num_blocks or block_size") from None
-        self.attention = ATTENTION[attention]
+        self.attention_name, self.attention = attention, ATTENTION[attention]
         if attention == "cuda":
             load_kernels(dtype, head_dim, block_size)       # compile before anything is served
 

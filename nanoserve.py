@@ -52,7 +52,7 @@ import torch.nn.functional as F
 
 from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache
 from scheduler import Request, Scheduler, Stats
-from spec import Detokenizer, SamplingParams, target_probs, verify
+from spec import Detokenizer, ModelDrafter, NgramDrafter, SamplingParams, target_probs, verify
 
 EMBEDDED = Path(__file__).parent / "weights"
 
@@ -475,6 +475,11 @@ class GPT2:
         return layer_norm(x[logit_rows], "ln_f") @ w["wte.weight"].T                # [S, E] @ [E, V] -> [S, V]
 
 
+def to_numpy(logits):
+    """NumPy has no bfloat16, and float16 is too coarse to sample from."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()
+
+
 # ----------------------------------------------------------------------------------------------
 # configuration and outputs
 
@@ -519,6 +524,9 @@ class EngineConfig:
                             "static admits only when the whole last batch has finished")
     kv_reservation: str = _option("paged", _choice("paged", "reserved"),
                                   "reserved takes a request's worst case of blocks up front")
+    drafter: str | None = _option(None, (lambda v: v is None or isinstance(v, str) and v, "None, 'ngram', 'model' or a folder"),
+                                  "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
+    num_draft_tokens: int = _option(4, _at_least(1, "tokens"), "most guesses per request and step")
     seed: int = _option(0, _at_least(0, "any"), "of requests that bring no seed of their own")
 
     def __post_init__(self):
@@ -568,6 +576,7 @@ class ServedRequest(Request):
 
     params: SamplingParams = None
     seed: int = 0
+    draft_probs: np.ndarray | None = None       # [k, V] what each of `drafts` was drawn from
     text: Detokenizer = None
 
 
@@ -585,6 +594,7 @@ class Engine:
     def __init__(self, config=None, **fields):
         self.config = config = dataclasses.replace(config or EngineConfig(), **fields)
         self.model, self.tokenizer, self.cache = self.load(config)
+        self.drafter = self.load_drafter()
         self.pool = BlockAllocator(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_chunk,
                                    config.batching, config.kv_reservation)
@@ -594,25 +604,42 @@ class Engine:
         self._outbox = []           # outputs that the next step() will hand out
         self._num_requests = 0
 
-    @staticmethod
-    def load(config):
+    def load(self, config):
         """-> (model, tokenizer, cache). A subclass can serve another model."""
         gpu = torch.cuda.is_available()
         if config.device == "cuda" and not gpu:
             raise ValueError("device='cuda': torch sees no CUDA GPU here; use device='cpu' or leave it out")
         device = config.device or ("cuda" if gpu else "cpu")
-        dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
         if config.attention == "numpy" and device == "cuda":
             raise ValueError("attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
+        dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
         attention = config.attention or ("cuda" if device == "cuda" else "torch")
-        weights, tokenizer = load_model(config.model, dtype)
+        return self._load(config.model, dtype, device, attention)
+
+    def _load(self, name, dtype, device, attention):
+        weights, tokenizer = load_model(name, dtype)
         shape = weights.config
-        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads,
+        cache = KVCache(shape.num_layers, self.config.num_blocks, self.config.block_size, shape.num_heads,
                         shape.width // shape.num_heads, dtype, device, attention)
         model = GPT2(weights, dtype, device)
-        if device == attention == "cuda":
-            model = DecodeGraphs(model, cache)
-        return model, tokenizer, cache
+        return DecodeGraphs(model, cache) if device == attention == "cuda" else model, tokenizer, cache
+
+    def load_drafter(self):
+        """-> the drafter that EngineConfig.drafter names, or None."""
+        name = self.config.drafter
+        if name in (None, "ngram"):
+            return name and NgramDrafter(self.model.config.vocab_size)
+        cache = self.cache
+        model, tokenizer, cache = self._load(EMBEDDED / "draft" if name == "model" else name, cache.k.dtype, cache.k.device.type,
+                                             cache.attention_name)
+        if tokenizer.ids != self.tokenizer.ids:
+            raise ValueError(f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
+
+        def forward(sequences):
+            logits = model.forward(Batch.build(sequences, self.config.block_size), cache)
+            return to_numpy(logits)
+
+        return ModelDrafter(forward, model.config.context_length, self.model.config.vocab_size)
 
     # --- requests in ---
 
@@ -694,40 +721,62 @@ class Engine:
         outputs, self._outbox = self._outbox, []
         started = self.clock()
 
-        # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit.
+        # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
+        if self.drafter:
+            for request in self.scheduler.running:
+                room = request.max_len - len(request.tokens) - 1        # the bonus token needs a place, too
+                if request.num_missing == 1:
+                    request.drafts = self.drafter.guess(request, min(self.config.num_draft_tokens, room))
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
         if not scheduled:
             return outputs
+        before_draft = self.clock()
+        if self.drafter:
+            self.drafter.fill([request for request, _ in scheduled if request.drafts])
 
-        # 2) All their tokens end to end. Only who reaches its last token has something to sample from.
-        sequences = [(request.tokens[start:start + n], start, request.block_table, int(n == request.num_missing))
-                     for request, start, n in self.last_batch]
+        # 2) All their tokens end to end. Who reaches its last token has something to sample from: a row for that token,
+        #    and one for each guess behind it.
+        sequences = []
+        for request, start, n in self.last_batch:
+            end, guesses = start + n, max(n - request.num_missing, 0)
+            rows = 1 + guesses if end == len(request.tokens) + guesses else 0
+            sequences.append((request.tokens[start:end] + request.drafts[:guesses], start, request.block_table, rows))
         batch = Batch.build(sequences, self.config.block_size)
 
         # 3) One forward pass: writes K and V of every token, and reads the weights once for all of them.
         before = self.clock()
         self.stats.count_step(scheduled, before)
-        logits = self.model.forward(batch, self.cache)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()      # [S, V]; NumPy has no bfloat16
+        logits = to_numpy(self.model.forward(batch, self.cache))        # [S, V]
         after = self.clock()
+        if self.drafter:
+            self.drafter.follow(sequences)
+            self.stats.draft_seconds += before - before_draft + self.clock() - after
 
         # 4) Logits to tokens to text, request by request; the rest of a prompt only moves on.
-        rows = iter(logits)
-        for (request, n), (*_, num_rows) in zip(scheduled, sequences):
-            if num_rows:
-                outputs.append(self._sample(request, n, next(rows), after))
+        first = 0
+        for (request, n), (*_, rows) in zip(scheduled, sequences):
+            if rows:
+                outputs.append(self._sample(request, n, logits[first:first + rows], after))
             else:
                 self.scheduler.advance(request, n)
+            first += rows
         self.stats.count_time(started, after - before, self.clock())
         return outputs
 
     def _sample(self, request, n, logits, now):
-        """The request is computed up to its last token: draw the next one, and see if that ends it. -> StepOutput."""
+        """The request is computed up to its last token, and k guesses beyond: draw 1 to k + 1 tokens, see if one ends it.
+
+        logits [k + 1, V] -> StepOutput.
+        """
         if not np.isfinite(logits).all():
             return self._finish(request, [], "", "error", "the model produced logits that are not finite numbers")
+        drafts, request.drafts = request.drafts, []
+        tokens = verify([target_probs(row, request.params) for row in logits], drafts, request.draft_probs, request.seed,
+                        position=len(request.tokens))
+        self.stats.count_accepted(len(tokens) - 1)
         new, text, reason = [], "", None
-        for token in verify([target_probs(logits, request.params)], [], [], request.seed, position=len(request.tokens)):
+        for token in tokens:
             request.tokens.append(token)
             new.append(token)
             text += request.text.add(self.tokenizer.decode_bytes([token]))
@@ -738,7 +787,8 @@ class Engine:
             if reason:
                 break               # what was accepted beyond a stop is not part of the answer
         self.stats.count_tokens(request, len(new), now)
-        self.scheduler.advance(request, n)      # publish before finish() gives the blocks away
+        # Before finish() gives the blocks away: of the n computed positions, those of accepted and kept tokens are published.
+        self.scheduler.advance(request, n - len(drafts) + min(len(tokens) - 1, len(new)))
         return self._finish(request, new, text, reason) if reason else StepOutput(request.request_id, new, text)
 
     def _finish(self, request, new, text, reason, error=None):

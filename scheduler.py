@@ -23,6 +23,7 @@ Invariants (`Scheduler.check`).
   - Scheduled tokens, drafts included, stay within the budget; at most min(max_num_seqs, budget) requests run.
   - Every running request computes at least one token in every step, unless it is preempted.
   - running, then waiting, is the order of arrival. A waiting request holds no block.
+  - Nobody is admitted in a step that preempted somebody.
 
 Policies.  Newcomers are admitted in order of arrival, and only if the whole sequence fits the pool now; the first
 that does not fit holds back those behind it (rejected: letting small ones pass, which starves the large one). If the
@@ -49,7 +50,7 @@ class Request:
     tokens: list                # prompt, then output; only ever grows, and survives a preemption
     num_prompt_tokens: int
     max_len: int                # len(tokens) never exceeds it: prompt + max_tokens, cut at the context length
-    drafts: list = field(default_factory=list)      # guessed tokens after `tokens`, to be verified in this step
+    drafts: list = field(default_factory=list)      # guesses at the next tokens, to be verified in this step
     num_computed_tokens: int = 0
     block_table: list = field(default_factory=list)
     num_cached_tokens: int = 0                      # prompt tokens found in the prefix cache at first admission
@@ -65,8 +66,8 @@ class Request:
 
     @property
     def num_missing(self):
-        """Tokens without K/V: 1 for a request that is streaming, more during its prefill."""
-        return len(self.tokens) + len(self.drafts) - self.num_computed_tokens
+        """Tokens without K/V, guesses aside: 1 for a request that is streaming, more during its prefill."""
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self):
@@ -114,9 +115,10 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def schedule(self):
-        """Choose the next step: list of (request, n), the n tokens after request.num_computed_tokens.
+        """Choose the next step: list of (request, n), the n tokens after request.num_computed_tokens, guesses included.
 
-        Takes the blocks they need. The cost depends on the requests that run, not on the queue behind them.
+        Takes the blocks they need, and cuts request.drafts to what there is room for. The cost depends on the requests that
+        run, not on the queue behind them.
         """
         chosen = {}                                                     # request -> n
         spare = self.budget - len(self.running)
@@ -127,18 +129,23 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: request.num_missing > 1):
             if not request.block_table:
                 continue                                                # preempted a moment ago, by an older one
-            n = 1 + min(request.num_missing - 1, self.chunk - 1, spare)
+            n = 1 + min(request.num_missing + len(request.drafts) - 1, self.chunk - 1, spare)
             while not self.pool.allocate(request.block_table, request.num_computed_tokens + n):
+                if n > request.num_missing:
+                    n = request.num_missing                             # a guess is not worth anybody's K/V
+                    continue
                 victim = self.running[-1]
                 spare += chosen.pop(victim, 1)                          # what it was given, or its one token
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
+                del request.drafts[max(n - request.num_missing, 0):]
                 chosen[request] = n
                 spare -= n - 1
 
-        # 2) Newcomers. Not after a preemption: they would take the very blocks that were missing.
+        # 2) Newcomers. Not after a preemption: the victim is first in line, and if a shared prefix makes it fit again at once,
+        #    it would lose the race for the next block again.
         while (self.waiting and spare > 0 and len(self.running) < self.max_running
                and not self.preempted and (batch_is_over or not self.static)):
             request = next(iter(self.waiting.values()))
@@ -174,7 +181,10 @@ class Scheduler:
         self.waiting.move_to_end(request.request_id, last=False)
 
     def advance(self, request, n):
-        """The K/V of n more tokens of request.tokens are now computed and will stay: publish the full blocks."""
+        """The K/V of n more tokens of request.tokens are now computed and will stay: publish the full blocks.
+
+        What was computed beyond them, for guesses that were refused, is simply overwritten by a later step.
+        """
         start = request.num_computed_tokens
         request.num_computed_tokens += n
         request.high_water = max(request.high_water, request.num_computed_tokens)
@@ -196,6 +206,8 @@ class Scheduler:
         arrivals = [request.arrival for request in (*self.running, *self.waiting.values())]
         if arrivals != sorted(arrivals):
             raise RuntimeError("running, then waiting, is not the order of arrival")
+        if self.admitted and self.preempted:
+            raise RuntimeError("a request was admitted in a step that preempted")
         if not set(self.running) <= {request for request, _ in self.scheduled}:
             raise RuntimeError("a running request computed nothing in this step")
         for request in self.waiting.values():
@@ -232,13 +244,16 @@ class Histogram:
 class Stats:
     """Counters since the start. The gauges are ratios of counters, so that they mean the same over any stretch of time.
 
-    scheduled_tokens = prefill_tokens + decode_tokens + recomputed_tokens: each token position that went through a pass
-    was a prompt token for the first time, a sampled token, or one whose K/V a preemption had destroyed. cached_tokens are
+    scheduled_tokens = prefill_tokens + decode_tokens + recomputed_tokens + draft_tokens: each token position that went
+    through a pass was a prompt token for the first time, a sampled token, one whose K/V a preemption had destroyed, or a
+    guess (also if it turned out right: it had to be paid for before anybody knew). cached_tokens are
     prompt tokens that did not have to: counted at the first admission, so a preemption's own work is not a hit.
     """
 
     def __init__(self, scheduler):
         self._scheduler = scheduler
+        self.draft_tokens, self.accepted_tokens = 0, []             # guesses checked; accepted, by position in their run
+        self.draft_seconds = 0.0
         self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
         self.preemptions = self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
         self.kv_peak = 0                                            # most blocks ever in use
@@ -279,12 +294,14 @@ class Stats:
         """Book what `schedule` chose, before the forward pass, at the time `now`."""
         self.steps += 1
         for request, n in scheduled:
-            start, end = request.num_computed_tokens, request.num_computed_tokens + n
+            guesses = max(n - request.num_missing, 0)
+            start, end = request.num_computed_tokens, request.num_computed_tokens + n - guesses
             again = max(0, min(end, request.high_water) - start)
             prompt = max(0, min(end, request.num_prompt_tokens) - max(start, request.high_water))
             self.recomputed_tokens += again
             self.prefill_tokens += prompt
-            self.decode_tokens += n - again - prompt
+            self.decode_tokens += n - guesses - again - prompt
+            self.draft_tokens += guesses
             self.scheduled_tokens += n
             if request.admission_time is None:
                 request.admission_time = now
@@ -307,6 +324,12 @@ class Stats:
         for _ in range(count - 1):
             self.itl.observe(0.0)
         request.last_token_time = now
+
+    def count_accepted(self, accepted):
+        """Book that the first `accepted` guesses of a run were right."""
+        self.accepted_tokens += [0] * (accepted - len(self.accepted_tokens))
+        for position in range(accepted):
+            self.accepted_tokens[position] += 1
 
     def count_end(self, request, reason, now):
         self.finished[reason] += 1

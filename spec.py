@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-BONUS, ACCEPT, RESIDUAL = range(3)          # the purposes of a draw
+BONUS, ACCEPT, RESIDUAL, DRAFT = range(4)           # the purposes of a draw
 
 
 def _help(default, text):
@@ -169,6 +169,87 @@ def verify(target, drafts, draft_probs, seed, position):
             residual = residual if residual.any() else target[i]        # equal but for rounding: any is right
             return [*drafts[:i], sample(residual, draw(seed, position + i, RESIDUAL))]
     return [*drafts, sample(target[-1], draw(seed, position + len(drafts), BONUS))]
+
+
+# ----------------------------------------------------------------------------------------------
+# guessing
+#
+# A drafter has three moments in a step. `guess`, before the scheduler: how many guesses a request would like checked, a list
+# that the scheduler may shorten. `fill`, after it: the guesses themselves, and the distribution each was drawn from.
+# `follow`, after the target's pass: the same tokens, for a drafter that has a memory of its own to keep up to date.
+
+
+class NgramDrafter:
+    """What followed the last few tokens when they occurred before (prompt lookup, Saxena 2023). Costs nothing to run.
+
+    The longest suffix of up to MAX_N tokens that occurs earlier in the request, prompt or output; of several occurrences
+    the latest, since text resembles its neighbourhood. It has to be followed by something, so the suffix never finds
+    itself; what follows may run into it, and then goes round.
+
+    >>> from types import SimpleNamespace
+    >>> request = SimpleNamespace(tokens=[1, 2, 3, 9, 1, 2, 4, 1, 2])
+    >>> NgramDrafter(10).guess(request, 4)              # [1, 2] was last followed by 4, 1, 2, and so on
+    [4, 1, 2, 4]
+    """
+
+    MAX_N = 3
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def guess(self, request, k):
+        tokens = np.array(request.tokens)
+        for n in range(min(self.MAX_N, len(tokens) - 1), 0, -1):
+            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)          # the last token has no follower
+            found = np.flatnonzero((windows == tokens[-n:]).all(axis=1))
+            if len(found):
+                follower = found[-1] + n
+                return [int(tokens[follower + i % (len(tokens) - follower)]) for i in range(k)]
+        return []
+
+    def fill(self, requests):
+        """It is certain of its guesses: each distribution has all its mass on one token."""
+        for request in requests:
+            request.draft_probs = np.zeros((len(request.drafts), self.vocab_size))
+            request.draft_probs[range(len(request.drafts)), request.drafts] = 1.0
+
+    def follow(self, sequences):
+        pass
+
+
+class ModelDrafter:
+    """A small model that guesses one token after the other, for all requests at once.
+
+    Its K/V live in the same blocks and slots as the target's, in tensors of its own. It computes every position that the
+    target computes, so wherever the target's K/V can be read, its own can: prefix hits, preemption and refused guesses
+    need no code here.
+    """
+
+    def __init__(self, forward, context_length, vocab_size):
+        """forward(sequences, as Batch.build takes them) -> logits [S, V]."""
+        self.forward, self.context_length, self.vocab_size = forward, context_length, vocab_size
+
+    def guess(self, request, k):
+        return [0] * max(0, min(k, self.context_length - len(request.tokens)))      # a request for room; fill knows better
+
+    def fill(self, requests):
+        for request in requests:
+            request.draft_probs = np.zeros((len(request.drafts), self.vocab_size))
+        for i in range(max((len(request.drafts) for request in requests), default=0)):
+            active = [request for request in requests if len(request.drafts) > i]
+            # Guess i comes from the token before it: the last real one, or guess i - 1.
+            logits = self.forward([([request.drafts[i - 1] if i else request.tokens[-1]], len(request.tokens) - 1 + i,
+                                    request.block_table, 1) for request in active])
+            for request, row in zip(active, logits):
+                probs = target_probs(row, request.params)
+                request.draft_probs[i, :len(probs)] = probs
+                request.drafts[i] = sample(probs, draw(request.seed, len(request.tokens) + i, DRAFT))
+
+    def follow(self, sequences):
+        known = [(tokens[:self.context_length - start], start, table, 0) for tokens, start, table, _ in sequences
+                 if start < self.context_length]
+        if known:
+            self.forward(known)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def unavailable_reason():
     if not shutil.which(COMPILER):
         return f"{COMPILER} is not installed"
     command = [COMPILER, *ALWAYS, "-fsyntax-only", "-x", "c++", "-"]
-    probe = subprocess.run(command, input=f'#include "{HEADER}"\n', text=True, capture_output=True, env=plain_environment())
+    source = f'#include "{HEADER}"\n'
+    probe = subprocess.run(command, input=source, text=True, capture_output=True, env=plain_environment())
     if probe.returncode == 0:
         return ""
     first_error = next((line for line in probe.stderr.splitlines() if "error" in line), probe.stderr.strip())

@@ -56,7 +56,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
-#define __shared__ static thread_local  // thread_local: so that the arrays lie side by side, see shared_memory()
+#define __shared__ static thread_local  // thread_local makes all of them lie side by side, see shared_memory()
 
 // ---------------------------------------------------------------------------------------------------------
 // Types and functions that every CUDA kernel finds predefined
@@ -113,7 +113,7 @@ UNWATCHED static void release(void* tag) { __tsan_release(tag); }
 UNWATCHED static void acquire(void* tag) { __tsan_acquire(tag); }
 UNWATCHED static void* this_fiber() { return __tsan_get_current_fiber(); }
 UNWATCHED static void* new_fiber() { return __tsan_create_fiber(0); }
-UNWATCHED static void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, 1); }  // 1: the switch itself orders nothing
+UNWATCHED static void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, 1); }  // 1: this orders nothing
 }
 #else
 #define UNWATCHED
@@ -284,7 +284,8 @@ template <class T> UNWATCHED T shuffle(unsigned mask, T value, unsigned from, in
     mine.number = number;
     wait(*running->warp, false, line);
     if (offers[from].number != number)
-        fail("line %d: a shuffle reads lane %u, which does not take part (it has returned, or was never started)", line, from);
+        fail("line %d: a shuffle reads lane %u, which does not take part (it has returned, or was never started)", line,
+             from);
     __builtin_memcpy(&value, &offers[from].value, sizeof value);
     return value;
 }
@@ -293,7 +294,6 @@ template <class T> UNWATCHED T shuffle(unsigned mask, T value, unsigned from, in
 UNWATCHED static void fiber_main() {
     tsan::acquire(&block_starts);
     call_kernel();
-    tsan::release(&block_ends);
     running->done = true;
     for (Barrier* b : {&whole_block, static_cast<Barrier*>(running->warp)}) {  // as on a GPU, nobody waits for it now
         tsan::release(&b->tags[b->round % 2]);
@@ -314,8 +314,9 @@ UNWATCHED static void report_deadlock() {
                       whole_block.arrived, whole_block.members, whole_block.line);
     for (size_t w = 0; w < warps.size() && n < int(sizeof error) - 200; w++)
         if (warps[w].arrived)
-            n += snprintf(error + n, sizeof error - n, " %d of %d threads of warp %zu wait at the shuffle or __syncwarp in "
-                          "line %d;", warps[w].arrived, warps[w].members, w, warps[w].line);
+            n += snprintf(error + n, sizeof error - n,
+                          " %d of %d threads of warp %zu wait at the shuffle or __syncwarp in line %d;",
+                          warps[w].arrived, warps[w].members, w, warps[w].line);
     snprintf(error + n, sizeof error - n, " the others never come");
 }
 
@@ -366,13 +367,18 @@ UNWATCHED static void run_block(const std::vector<unsigned>& order, size_t dynam
         }
         if (!someone_ran) report_deadlock();
     }
+    for (Fiber& f : fibers) {  // all that they did comes before whatever is done next, even if they got stuck
+        tsan::switch_to(f.tsan);
+        tsan::release(&block_ends);
+        tsan::switch_to(tsan_scheduler);
+    }
     tsan::acquire(&block_ends);
 }
 
-// Where the kernels' __shared__ arrays are: they are the only thread_local variables of this library (but for one byte),
-// and those lie side by side in its TLS segment. The dynamic linker knows where and how long; its list of loaded
-// libraries is searched for the one with this very function in it. (A section attribute would say it in one line, but
-// gcc ignores it in templates.)
+// Where the kernels' __shared__ arrays are. They are the only thread_local variables of this library (but for one
+// byte), so they lie side by side in its TLS segment, and the dynamic linker knows where that is: search its list of
+// loaded libraries for the one with this very function in it. (A section attribute would need one line for the same,
+// but gcc ignores it in templates.)
 static Memory shared_memory() {
     static thread_local volatile char touched;
     touched = 1;  // the segment is made when it is first used
@@ -382,7 +388,8 @@ static Memory shared_memory() {
         for (int i = 0; i < library->dlpi_phnum; i++) {
             const auto& segment = library->dlpi_phdr[i];
             const uintptr_t start = library->dlpi_addr + segment.p_vaddr;
-            if (segment.p_type == PT_LOAD) ours |= reinterpret_cast<uintptr_t>(&shared_memory) - start < segment.p_memsz;
+            if (segment.p_type == PT_LOAD)  // unsigned: an address below the start gives a huge difference
+                ours |= reinterpret_cast<uintptr_t>(&shared_memory) - start < segment.p_memsz;
             if (segment.p_type == PT_TLS)
                 *static_cast<Memory*>(result) = {static_cast<char*>(library->dlpi_tls_data), segment.p_memsz};
         }
@@ -431,14 +438,18 @@ template <class... Params> const char* launch(void (*kernel)(Params...), const L
     return nullptr;
 }
 
-// "p8 f4 i4": kind and bytes of every parameter (pointer, float, integer, or s for a struct), for the caller to check.
+// Kind and size of a parameter, such as "p8 ": pointer, float, integer, or s for a struct.
+template <class T> std::string describe() {
+    const char kind = std::is_pointer_v<T>          ? 'p'
+                      : std::is_floating_point_v<T> ? 'f'
+                      : std::is_integral_v<T>       ? 'i'
+                                                    : 's';
+    return kind + std::to_string(sizeof(T)) + ' ';
+}
+
+// All parameters of a kernel, so that the caller can check what it passes.
 template <class... Params> const char* signature(void (*)(Params...)) {
-    static std::string text;
-    text.clear();
-    for (auto [kind, bytes] : std::initializer_list<std::pair<char, size_t>>{
-             {std::is_pointer_v<Params> ? 'p' : std::is_floating_point_v<Params> ? 'f' : std::is_integral_v<Params> ? 'i' : 's',
-              sizeof(Params)}...})
-        text += (text.empty() ? "" : " ") + (kind + std::to_string(bytes));
+    static const std::string text = (std::string() + ... + describe<Params>());
     return text.c_str();
 }
 

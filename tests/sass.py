@@ -2,9 +2,9 @@
 
     python tests/sass.py            # the table of kernels.cu's header, for the compiler of this machine
 
-A kernel that waits for memory is as fast as the number of bytes it has asked for while it waits. No test of results can see
-that number, and small changes of the source halve it: a branch around a load, an address that depends on the loop counter.
-It can be read from the machine code (SASS), though, as the count of 16-byte loads issued before the first of them is used.
+A kernel that waits for memory is as fast as the number of bytes it has asked for while it waits. No test of results can
+see that number, and small changes of the source halve it: a branch around a load, another order of the uses. It can be
+read from the machine code (SASS), though, as the count of 16-byte loads issued before the first of them is used.
 
 The compiler is nvcc; what it reports about registers comes from ptxas, the machine code from nvdisasm (part of the CUDA
 toolkit; also `pip install nvidia-cuda-nvdisasm`, 5 MB). None of them needs a GPU.
@@ -130,8 +130,8 @@ def hot_loop(code):
 def wide_loads_in_flight(loop):
     """How many 16-byte loads are under way when the loop first waits for one of them.
 
-    The loop waits at the first instruction that touches a register of a load. If it then asks for more and waits again, the
-    smaller number counts: it is there that memory stands idle. Two rounds are looked at, as a load may be for the next one.
+    It waits at the first instruction that touches a register of a load. If it then asks for more and waits again, the
+    smaller number counts: it is there that memory stands idle. Two rounds are looked at, as a load may be for the next.
 
     >>> load = lambda register: Instruction("LDG.E.128", f"R{register}, desc[UR4][R2.64]")
     >>> use = lambda register: Instruction("FADD", f"R0, R0, R{register}")

@@ -1,7 +1,7 @@
-"""kernels.cu as the GPU's compiler sees it, without a GPU: it compiles for A100 and H100, and what comes out is not slow.
+"""kernels.cu as the GPU's compiler sees it, without a GPU: it compiles for A100 and H100, and not into something slow.
 
-See sass.py for what is measured and why. The limits are stated for one compiler version, the one in VERSION; others place
-registers and loads a little differently, so there only the compiling is tested.
+See sass.py for what is measured and why. The limits are stated for one compiler version, the one in VERSION; others
+place registers and loads a little differently, so there only the compiling is tested.
 """
 
 import re
@@ -31,8 +31,8 @@ def needs_version():
 def limits(name, architecture):
     """(most registers, most bytes spilled, fewest wide loads in flight) of an instance.
 
-    An SM has 65,536 registers. 102 per thread leave room for 5 thread blocks of 128 threads, 204 for 2 (and a bit). A spill
-    is allowed outside of the loop only. Of 8 loads in flight, 4 are K and 4 are V.
+    An SM has 65,536 registers. 102 per thread leave room for 5 thread blocks of 128 threads, 204 for 2 (and a bit). A
+    spill is allowed outside of the loop only. Of 8 loads in flight, 4 are K and 4 are V.
     """
     kernel, *arguments = re.findall(r"\w+", name)
     if kernel == "reshape_and_cache":
@@ -108,7 +108,8 @@ SLOW = [  # right results, and slow: (name, old, new, what is said about it)
      "registers, not at most 102"),
     ("one-key-at-a-time", "STEPS = BLOCK_SIZE / KEYS < 4 ? BLOCK_SIZE / KEYS : 4", "STEPS = 1",
      "has 2 wide loads in flight, not at least 8"),
-    ("element-by-element", K, "            for (int i = 0; i < N; i++) k[s].x[i] = k_cache[at + s * KEYS * slot_size + i];\n",
+    ("element-by-element", K,
+     "            for (int i = 0; i < N; i++) k[s].x[i] = k_cache[at + s * KEYS * slot_size + i];\n",
      "loads of less than 16 bytes"),
     ("too-few-registers", "__launch_bounds__(32 * WARPS)", "__launch_bounds__(32 * WARPS, 10)", "inside of its loop"),
 ]
@@ -126,14 +127,14 @@ def test_a_slow_variant_is_noticed(name, old, new, said):
 
 @pytest.mark.parametrize("architecture", sass.ARCHITECTURES)
 def test_nvrtc_compiles_every_instance(architecture):
-    """The compiler that CuPy uses, through CuPy: it has other headers than nvcc (no <cmath>, no INFINITY). No GPU needed."""
+    """The compiler that CuPy uses, through CuPy. It has fewer headers than nvcc (no <cmath>, no INFINITY)."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cupy.cuda import nvrtc
     try:
         nvrtc.getVersion()
         from cuda.pathfinder import find_nvidia_header_directory
         headers = find_nvidia_header_directory("cudart")
-    except Exception as error:  # each of CuPy and cuda.pathfinder has exceptions of its own for a library that is not there
+    except Exception as error:  # CuPy and cuda.pathfinder have exceptions of their own for a library that is missing
         pytest.skip(f"NVRTC can't be loaded: {str(error).splitlines()[0]}")
     if not headers:
         pytest.skip("NVRTC has no cuda_fp16.h (pip install nvidia-cuda-runtime)")

@@ -99,15 +99,29 @@ def test_the_newest_is_preempted_and_returns_first():
     assert old in scheduler.running
 
 
-def test_nothing_is_admitted_in_a_step_that_preempted():
-    """The newest preempts itself over its guesses. Without them it would fit again at once: it waits for the next step."""
+def test_guesses_are_dropped_before_anybody_is_preempted():
+    """Guesses that need a block when the pool is dry go first: nobody loses K/V over them."""
     scheduler = make(num_blocks=4, block_size=4)
     add(scheduler, 6), add(scheduler, 6)
     step(scheduler)
-    young = scheduler.running[-1]
-    young.drafts = [1, 2]                                                   # positions 7 and 8: a fifth block
-    assert step(scheduler) == {"r0": 1} and scheduler.preempted == [young] and young.drafts == []
-    assert list(step(scheduler)) == ["r0", "r1"]
+    old, young = scheduler.running
+    young.drafts, old.drafts = [1, 2], [1]                                  # positions 7 and 8 need a fifth block, 7 does not
+    assert [(r.request_id, n) for r, n in scheduler.schedule()] == [("r0", 2), ("r1", 1)]
+    assert (old.drafts, young.drafts) == ([1], []) and not scheduler.preempted
+
+
+def test_guesses_share_the_budget():
+    """Guesses take what the budget has left, after everybody's one token, before chunks; the rest is cut off."""
+    scheduler = make(budget=8)
+    for _ in range(3):
+        add(scheduler, 2)
+    step(scheduler), step(scheduler)
+    add(scheduler, 20, name="prompt")
+    step(scheduler)
+    for request in scheduler.running[:3]:
+        request.drafts = [7, 7, 7]
+    assert {r.request_id: n for r, n in scheduler.schedule()} == {"r0": 4, "r1": 2, "r2": 1, "prompt": 1}
+    assert [len(r.drafts) for r in scheduler.running] == [3, 1, 0, 0]
 
 
 def test_a_victim_that_was_already_scheduled_gives_its_tokens_back():
@@ -209,6 +223,7 @@ def broken(change):
 CORRUPTIONS = {
     "tokens scheduled, budget 8": lambda s, a, b, c: s.scheduled.append((b, 20)),
     "requests run, limit 2": lambda s, a, b, c: (s.running.append(c), s.waiting.clear(), s.scheduled.append((c, 1))),
+    "step that preempted": lambda s, a, b, c: (s.admitted.append(a), s.preempted.append(c)),
     "order of arrival": lambda s, a, b, c: s.running.reverse(),
     "computed nothing": lambda s, a, b, c: s.scheduled.clear(),
     "holds blocks": lambda s, a, b, c: s.pool.allocate(c.block_table, 1),

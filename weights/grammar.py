@@ -129,7 +129,6 @@ PLURALS = dict(cat="cats", box="boxes", baby="babies", leaf="leaves", mouse="mic
                book="books", dish="dishes", goose="geese", story="stories", wolf="wolves", sheep="sheep",
                glass="glasses", key="keys", woman="women", fly="flies", house="houses", loaf="loaves",
                potato="potatoes", lady="ladies", brush="brushes", toy="toys", ox="oxen", fox="foxes")
-NUMBERS = "zero one two three four five six seven eight nine ten".split()
 LEGS = dict(dog="four", cat="four", bird="two", spider="eight", bee="six", fish="no", snake="no", hen="two",
             horse="four", fly="six", duck="two", cow="four")
 
