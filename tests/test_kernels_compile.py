@@ -36,7 +36,7 @@ def limits(name, architecture):
     """
     kernel, *arguments = re.findall(r"\w+", name)
     if kernel == "reshape_and_cache":
-        return 32, 0, 1
+        return 32, 0, 2
     if kernel == "merge_splits":
         return 40, 0, 0
     if kernel == "paged_attention_simple":
@@ -95,11 +95,9 @@ def test_the_table_in_the_header_is_what_this_compiler_says():
     """`python tests/sass.py` prints it anew."""
     needs_nvdisasm()
     needs_version()
-    if "registers   spilled" not in CODE:
-        pytest.skip("kernels.cu has no such table yet")
-    lines = {re.sub(r"^// *", "", line).strip() for line in CODE.splitlines()}
-    missing = [line for line in sass.table(CODE, NAMES) if line.strip() not in lines]
-    assert missing == []
+    quoted = re.findall(r"^// ((?:\w+<.*>|reshape_and_cache) +[\d -]+)$", CODE, re.M)
+    assert len(quoted) >= 5 and set(quoted) <= {line.strip() for line in sass.table(CODE, NAMES)}
+
 
 
 K, V = (f"            {x}[s] = load16({x}_cache + at + s * KEYS * slot_size);\n" for x in "kv")
