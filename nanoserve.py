@@ -106,13 +106,10 @@ class _CharClass(dict):
 
     def __missing__(self, code):
         char = chr(code)
-        kind = unicodedata.category(char)[0]
-        if code < 128:
-            stand_in = "!" if 0x1C <= code <= 0x1F else char     # str.isspace calls these four blanks, Unicode does not
-        else:
-            stand_in = {"L": "a", "N": "0"}.get(kind, "\n" if char.isspace() else "!")
-        self[code] = stand_in
-        return stand_in
+        if code >= 128:
+            char = {"L": "a", "N": "0"}.get(unicodedata.category(char)[0], "\n" if char.isspace() else "!")
+        self[code] = char
+        return char
 
 
 _CHAR_CLASS = _CharClass()
@@ -300,9 +297,12 @@ def read_safetensors(path):
         size = os.fstat(file.fileno()).st_size
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""    # COPY: torch wants it writable
     start = 8 + int.from_bytes(data[:8], "little")
-    if size < 8 or start > size:
+    if start > size:
         raise ValueError(f"its header should end at byte {start}, the file has {size}: truncated?")
-    header, tensors = json.loads(data[8:start]), {}
+    try:
+        header, tensors = json.loads(data[8:start]), {}
+    except ValueError as error:
+        raise ValueError(f"its header, bytes 8 to {start}, is not JSON: {error}") from None
     header.pop("__metadata__", None)
     for name, claim in header.items():
         dtype, shape, (begin, end) = claim["dtype"], claim["shape"], claim["data_offsets"]
