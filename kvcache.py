@@ -1,7 +1,8 @@
 """kvcache.py: where the keys and values of every token live, and how attention finds them again.
 
 What it does.  Hands out the blocks of one memory pool (`BlockAllocator`), lays the tokens of a step end to end
-(`Batch`), keeps the K/V tensors (`KVCache`) and attends over them through block tables (`attention_*`).
+(`Batch`), attends over block tables (`attention_*`), keeps the K/V tensors (`KVCache`). The second half, to be read when
+the rest is clear, is for GPUs: it launches kernels.cu, and replays decode steps from CUDA graphs.
 
 What it does not know.  Requests, budgets, sampling, text. It imports no other module of the project.
 
@@ -27,11 +28,12 @@ Invariants (`BlockAllocator.check` tests them).
   - A refused allocation changes nothing. Taking and freeing a block cost the same however large the pool is.
   - Only full, computed, committed blocks can be found. A hit compares the tokens of the whole chain, not just hashes.
 
-Policies.  A freed block stays findable until its memory is wanted; the one freed longest ago goes first, and of one
-sequence the tail before the head (a tail without its head could not be found). Rejected: a radix tree (SGLang), which
+Policies.  A freed block that can be found stays so until its memory is wanted; the one freed longest ago goes first, and
+of one sequence the tail before the head (a tail without its head could not be found). Rejected: a radix tree (SGLang), which
 also shares within a block's length, but needs a tree where one dict does.
 
-Limits.  Two sequences that compute the same prefix in the same step each keep a copy; the first one is found later.
+Limits.  A prefix is looked up once, at admission. Two sequences that compute the same prefix at the same time each keep a
+copy, and only the first copy can be found, until it is reused.
 """
 
 import math
@@ -259,13 +261,15 @@ class Batch:
         positions = np.arange(len(owner)) - query_start[owner] + starts[owner]          # [T]
         slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
         context_len = starts + counts
-        return cls(np.concatenate([tokens for tokens, _, _, _ in sequences]), positions, owner, slots,
-                   query_start, context_len, block_tables, np.flatnonzero(positions >= (context_len - wanted)[owner]), block_size)
+        tokens = np.concatenate([tokens for tokens, _, _, _ in sequences])
+        logit_rows = np.flatnonzero(positions >= (context_len - wanted)[owner])
+        return cls(tokens, positions, owner, slots, query_start, context_len, block_tables, logit_rows, block_size)
 
     @cached_property
     def groups(self):
         """The sequences with the same number of new rows n, as dense tensors: all decodes (n = 1) form one group,
-        each prefill chunk usually its own. Made once per step, read by every layer.
+        each prefill chunk usually its own. One call per group, and no decode is padded to the length of a chunk. Made once
+        per step, read by every layer.
 
         List of (rows [R', n], slots [R', C], mask [R', 1, n, C]), R' sequences, C the longest context among them.
         """
@@ -277,7 +281,9 @@ class Batch:
             # Past its own context a shorter sequence reads its position 0 once more: a slot that is surely written.
             # The mask drops it, but 0 * NaN is NaN, so the mask alone could not make a foreign slot harmless.
             read = np.where(column < self.context_len[members, None], column, 0)        # [R', C]
-            slots = self.block_tables[members[:, None], read // self.block_size] * self.block_size + read % self.block_size
+            blocks = self.block_tables[members[:, None], read // self.block_size]
+            slots = blocks * self.block_size + read % self.block_size
+            # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
             mask = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
             groups.append(tuple(torch.from_numpy(array) for array in (rows, slots, mask)))
         return groups
@@ -327,12 +333,47 @@ def attention_torch(q, k_cache, v_cache, batch):
 
 
 # ----------------------------------------------------------------------------------------------
+# the cache
+
+class KVCache:
+    """The K and V of every slot of the pool, in every layer. Which slot belongs to whom is the allocator's business."""
+
+    def __init__(self, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, attention):
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        try:
+            self.k = torch.zeros(shape, dtype=dtype, device=device)
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, TypeError):       # TypeError: more than 64 bits
+            raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
+                             "memory than can be had: lower num_blocks or block_size") from None
+        self.attention_name, self.attention = attention, ATTENTION[attention]
+        if attention == "cuda":
+            load_kernels(dtype, head_dim, block_size, self.k.device)        # compile before anything is served
+
+    def attend(self, layer, q, k, v, batch):
+        """Write the new k, v [T, G, D] into their slots, then attend with q [T, H, D] -> [T, H, D].
+
+        All K and V of the step are written first: a row of a chunk attends to the rows before it in the same chunk. The
+        later ones are in the cache, too; the causal mask hides them.
+        """
+        k_cache, v_cache = self.k[layer], self.v[layer]                             # [N, B, G, D]
+        if self.attention is attention_cuda:
+            batch.launch_plan = batch.launch_plan or LaunchPlan.make(batch, q.shape[1], *k.shape[1:], q.device)
+            write_cuda(k_cache, v_cache, k, v, batch.launch_plan)
+        else:
+            slots = torch.from_numpy(batch.slots).to(q.device)
+            k_cache.flatten(0, 1).index_copy_(0, slots, k)
+            v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        return self.attention(q, k_cache, v_cache, batch)
+
+
+# ----------------------------------------------------------------------------------------------
 # attention by kernels.cu
 
 KERNEL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}
 KERNEL_HEAD_DIMS = (32, 64, 128)
 KERNEL_BLOCK_SIZE = 16
-TILE_ROWS = (1, 4)              # query rows that share the loads of K and V: 1 for a decode, 4 for whatever is longer
+TILE_ROWS = (1, 4)              # query rows that share the loads of K and V: 1 for a single row, 4 for more
 MIN_KEYS_PER_SPLIT = 256        # below that, merging the splits costs more than they save
 
 
@@ -347,10 +388,10 @@ def kernel_names(dtype, head_dim):
             *(f"paged_attention{instance}, {rows}>" for rows in TILE_ROWS)]
 
 
-def compile_kernels(code, names):
+def compile_kernels(code, names, device):
     """Compile and load kernels -> {name: function(grid, block, arguments)}. CuPy is imported here and nowhere else."""
-    if not torch.cuda.is_available():
-        raise ValueError("attention='cuda': torch sees no CUDA GPU here; use attention='torch' or leave it out")
+    if torch.device(device).type != "cuda":
+        raise ValueError("attention='cuda' needs device='cuda', a GPU; use attention='torch' or leave it out")
     try:
         import cupy
     except ImportError:
@@ -368,13 +409,19 @@ def compile_kernels(code, names):
     return {name: on_torchs_stream(module.get_function(name)) for name in names}
 
 
+def has_kernels(dtype, head_dim, block_size):
+    """True if kernels.cu has instances for this kind of cache."""
+    return dtype in KERNEL_TYPES and head_dim in KERNEL_HEAD_DIMS and block_size == KERNEL_BLOCK_SIZE
+
+
 @lru_cache(maxsize=None)
-def load_kernels(dtype, head_dim, block_size):
+def load_kernels(dtype, head_dim, block_size, device):
     """All kernels for one kind of cache, compiled once. ValueError for a kind that kernels.cu has no instance of."""
-    if dtype not in KERNEL_TYPES or head_dim not in KERNEL_HEAD_DIMS or block_size != KERNEL_BLOCK_SIZE:
+    if not has_kernels(dtype, head_dim, block_size):
         raise ValueError(f"attention='cuda' can't do {dtype}, head_dim {head_dim}, block_size {block_size}: kernels.cu has float32, "
                          f"float16 and bfloat16, head_dim {KERNEL_HEAD_DIMS}, block_size {KERNEL_BLOCK_SIZE}; use attention='torch'")
-    return compile_kernels(Path(__file__).with_name("kernels.cu").read_text("utf-8"), kernel_names(dtype, head_dim))
+    code = Path(__file__).with_name("kernels.cu").read_text("utf-8")
+    return compile_kernels(code, kernel_names(dtype, head_dim), device)
 
 
 def launch(kernel, grid, block, *arguments):
@@ -439,7 +486,7 @@ def write_cuda(k_cache, v_cache, k, v, plan):
     if not k.dtype == v.dtype == k_cache.dtype == v_cache.dtype or k.stride() != v.stride() or not k_cache.is_contiguous():
         raise ValueError(f"k and v must be alike, and of the cache's type: {k.dtype} {k.stride()}, {v.dtype} {v.stride()}, "
                          f"cache {k_cache.dtype} {k_cache.stride()}")
-    kernels, (T, G, D) = load_kernels(k.dtype, k.shape[2], k_cache.shape[1]), k.shape
+    kernels, (T, G, D) = load_kernels(k.dtype, k.shape[2], k_cache.shape[1], k.device), k.shape
     per_piece = 16 // k.element_size()
     launch(kernels["reshape_and_cache"], (T, 1, 1), (64, 1, 1), k_cache, v_cache, k, v, plan.slots,
            np.int32(G * D // per_piece), np.int32(k.stride(0) // per_piece))
@@ -448,7 +495,7 @@ def write_cuda(k_cache, v_cache, k, v, plan):
 def attention_cuda(q, k_cache, v_cache, batch):
     """The same by kernels.cu: a launch for the decodes, one for everything longer. Shapes as in attention_numpy."""
     (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
-    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1]), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
+    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
     for rows, tiles in plan.tiles.items():
         launch(kernels[f"paged_attention{instance}, {rows}>"], (G, len(tiles), plan.splits), (128, 1, 1),
@@ -462,7 +509,7 @@ def attention_cuda(q, k_cache, v_cache, batch):
 def attention_cuda_simple(q, k_cache, v_cache, batch):
     """The same by the kernel to be read first. The tests run it; the engine does not."""
     (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
-    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1]), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
+    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
     launch(kernels[f"paged_attention_simple{instance}>"], (H, T, 1), (D, 1, 1), out, q, np.int32(q.stride(0)), k_cache, v_cache,
            plan.block_tables, np.int32(plan.block_tables.shape[1]), plan.sequences, plan.positions, np.float32(D ** -0.5),
@@ -470,42 +517,7 @@ def attention_cuda_simple(q, k_cache, v_cache, batch):
     return out
 
 
-# ----------------------------------------------------------------------------------------------
-# the cache
-
 ATTENTION = {"numpy": attention_numpy, "torch": attention_torch, "cuda": attention_cuda}
-
-
-class KVCache:
-    """The K and V of every slot of the pool, in every layer. Which slot belongs to whom is the allocator's business."""
-
-    def __init__(self, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, attention):
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        try:
-            self.k = torch.zeros(shape, dtype=dtype, device=device)
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except (RuntimeError, TypeError):       # TypeError: more than 64 bits
-            raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
-                             "memory than can be had: lower num_blocks or block_size") from None
-        self.attention_name, self.attention = attention, ATTENTION[attention]
-        if attention == "cuda":
-            load_kernels(dtype, head_dim, block_size)       # compile before anything is served
-
-    def attend(self, layer, q, k, v, batch):
-        """Write the new k, v [T, G, D] into their slots, then attend with q [T, H, D] -> [T, H, D].
-
-        All writes come before any read: a row reads what later rows of its own sequence left alone, and
-        what earlier rows of this very step have just written.
-        """
-        k_cache, v_cache = self.k[layer], self.v[layer]                             # [N, B, G, D]
-        if self.attention is attention_cuda:
-            batch.launch_plan = batch.launch_plan or LaunchPlan.make(batch, q.shape[1], *k.shape[1:], q.device)
-            write_cuda(k_cache, v_cache, k, v, batch.launch_plan)
-        else:
-            slots = torch.from_numpy(batch.slots).to(q.device)
-            k_cache.flatten(0, 1).index_copy_(0, slots, k)
-            v_cache.flatten(0, 1).index_copy_(0, slots, v)
-        return self.attention(q, k_cache, v_cache, batch)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -521,8 +533,9 @@ class DecodeGraphs:
     tiles, slots and sequences of -1, which write and read nothing.
     """
 
-    def __init__(self, model, cache, capture=True):
-        self.model, self.config, self.cache, self.capture = model, model.config, cache, capture
+    def __init__(self, model, capture=True):
+        """capture=False runs what a graph would replay, padding and all: for tests without a GPU."""
+        self.model, self.config, self.capture = model, model.config, capture
         self.graphs = {}                    # size -> (inputs, replay, logits [size, V])
 
     @torch.inference_mode()
@@ -533,25 +546,25 @@ class DecodeGraphs:
             return self.model.forward(batch, cache)
         size = 1 << (R - 1).bit_length()
         if size not in self.graphs:
-            self.graphs[size] = self._record(size)
+            self.graphs[size] = self._record(size, cache)
         inputs, replay, logits = self.graphs[size]
-        self._fill(inputs, batch, R)
+        self._fill(inputs, batch)
         replay()
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 
-    def _shape(self):
-        G, D = self.cache.k.shape[3:]
-        return self.config.num_heads, G, D, self.cache.k.device
-
-    def _record(self, size):
-        """Run the model once on nothing but padding, and once more to be recorded."""
-        *_, device = self._shape()
-        width = math.ceil(self.config.context_length / self.cache.k.shape[2])
+    def _record(self, size, cache):
+        """Run the model on nothing but padding, so that all is compiled, loaded and allocated, and once more to record it.
+        -> (inputs, replay, logits [size, V])"""
+        G, D, device = *cache.k.shape[3:], cache.k.device
+        width = math.ceil(self.config.context_length / cache.k.shape[2])
+        plan = LaunchPlan.padding(size, width, self.config.context_length, self.config.num_heads, G, D, device)
         inputs = SimpleNamespace(tokens=torch.zeros(size, dtype=torch.int64, device=device),
-                                 positions=torch.zeros(size, dtype=torch.int64, device=device),
-                                 launch_plan=LaunchPlan.padding(size, width, self.config.context_length, *self._shape()))
-        run = lambda: self.model.compute(inputs.tokens, inputs.positions, slice(None), inputs, self.cache)
-        logits = run()                                      # everything is compiled, loaded and allocated now
+                                 positions=torch.zeros(size, dtype=torch.int64, device=device), launch_plan=plan)
+
+        def run():
+            return self.model.compute(inputs.tokens, inputs.positions, slice(None), inputs, cache)
+
+        logits = run()
         if not self.capture:
             return inputs, lambda: logits.copy_(run()), logits
         torch.cuda.synchronize()
@@ -560,17 +573,16 @@ class DecodeGraphs:
             logits = run()
         return inputs, graph.replay, logits
 
-    def _fill(self, inputs, batch, R):
-        """The batch into the first R places, padding into the others."""
-        frozen, new = inputs.launch_plan, LaunchPlan.make(batch, *self._shape())
-        for target, values in ((inputs.tokens, batch.tokens), (inputs.positions, batch.positions)):
-            target[:R] = torch.from_numpy(values).to(target.device)
-            target[R:] = 0
-        for name in ("slots", "sequences"):
-            getattr(frozen, name)[:R] = getattr(new, name)
-            getattr(frozen, name)[R:] = -1
-        frozen.positions[:R] = new.positions
-        frozen.block_tables[:R, :new.block_tables.shape[1]] = new.block_tables
-        for tiles in frozen.tiles.values():
-            per_sequence = len(tiles) // len(frozen.slots)
-            tiles[:, 0] = frozen.sequences.repeat_interleave(per_sequence)      # a decode is its own sequence
+    @staticmethod
+    def _fill(inputs, batch):
+        """The batch into the first places, padding into the others. A block table is as long as the longest; what lies
+        behind its end is never read."""
+        R, plan = len(batch.context_len), inputs.launch_plan
+        for frozen, values, padding in ((inputs.tokens, batch.tokens, 0), (inputs.positions, batch.positions, 0),
+                                        (plan.positions, batch.positions, 0), (plan.slots, batch.slots, -1),
+                                        (plan.sequences, batch.sequences, -1)):
+            frozen[:R] = torch.from_numpy(values)
+            frozen[R:] = padding
+        plan.block_tables[:R, :batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
+        for tiles in plan.tiles.values():
+            tiles[:, 0] = plan.sequences.repeat_interleave(len(tiles) // len(plan.sequences))   # a decode is its own sequence

@@ -18,7 +18,7 @@ Invariants (`Engine.check`, and the tests).
     block size, prefix caching or preemptions. Exactly so in float64. In float32 a sum taken in another order can
     differ in its last digits, so two tokens that the model likes equally well can change places.
   - Every accepted request ends in exactly one output with a finish_reason. A refused one changes nothing.
-  - Every step with unfinished requests computes at least one token or ends at least one request.
+  - Every step with unfinished requests computes at least one token or hands out the end of at least one request.
 
 Policies.  One thread, one step at a time: the order of events is the order of the code. Rejected: preparing step n + 1
 while step n computes, as production engines do; it hides some Python time and all of the clarity.
@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache
+from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels
 from scheduler import Request, Scheduler, Stats
 from spec import Detokenizer, ModelDrafter, NgramDrafter, SamplingParams, target_probs, verify
 
@@ -468,10 +468,12 @@ class GPT2:
         for i in range(config.num_layers):
             qkv = linear(layer_norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")        # [T, E] -> [T, 3 E]
             q, k, v = qkv.view(len(x), 3, config.num_heads, -1).unbind(1)           # -> 3 x [T, H, D]
-            x = x + linear(cache.attend(i, q, k, v, batch).flatten(1), f"h.{i}.attn.c_proj")
+            attended = cache.attend(i, q, k, v, batch)                              # scales by 1 / sqrt(D), masks the future
+            x = x + linear(attended.flatten(1), f"h.{i}.attn.c_proj")
             hidden = F.gelu(linear(layer_norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc"), approximate="tanh")
             x = x + linear(hidden, f"h.{i}.mlp.c_proj")
-        # The head is the largest matrix of all: only the rows that somebody samples go through it.
+        # LayerNorm and head look at one row at a time, and the head is the largest matrix of all: only the rows that somebody
+        # samples go through them.
         return layer_norm(x[logit_rows], "ln_f") @ w["wte.weight"].T                # [S, E] @ [E, V] -> [S, V]
 
 
@@ -507,24 +509,26 @@ class EngineConfig:
     """
 
     model: str = _option("tiny", (lambda v: isinstance(v, str) and v, "'tiny', 'gpt2' or a folder"),
-                         "'tiny' (embedded), 'gpt2' (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
-    device: str | None = _option(None, _choice(None, "cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
-    dtype: str | None = _option(None, _choice(None, "float32", "float64", "bfloat16", "float16"),
+                         "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
+    device: str | None = _option(None, _choice("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
+    dtype: str | None = _option(None, _choice("float32", "float64", "bfloat16", "float16"),
                                 "of weights and K/V; default: float32 on the CPU, float16 on a GPU")
-    attention: str | None = _option(None, _choice(None, *ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU, else torch")
+    attention: str | None = _option(None, _choice(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
+                                    "default: cuda on a GPU where kernels.cu can do it, else torch")
+    threads: int | None = _option(None, (lambda v: _at_least(1, "")[0](v) and v <= 1024, "an integer from 1 to 1024"),
+                                  "CPU threads; default: 1 for a model as small as tiny, else torch's choice")
     block_size: int = _option(16, _at_least(1, "tokens"), "tokens per block of the KV pool")
     num_blocks: int = _option(256, _at_least(1, "blocks"), "blocks in the KV pool")
     max_num_seqs: int = _option(16, _at_least(1, "requests"), "most requests that run at once")
     max_num_batched_tokens: int = _option(256, _at_least(1, "tokens"), "token budget of a step")
-    max_prefill_chunk: int | None = _option(None, (lambda v: v is None or _at_least(1, "")[0](v),
-                                                   "an integer of at least 1 (tokens), or None for the budget alone"),
+    max_prefill_chunk: int | None = _option(None, _at_least(1, "tokens; None: the budget alone"),
                                             "most tokens of one request in one step; default: the budget alone")
     enable_prefix_caching: bool = _option(True, _choice(True, False), "find computed prefixes again")
     batching: str = _option("continuous", _choice("continuous", "static"),
                             "static admits only when the whole last batch has finished")
     kv_reservation: str = _option("paged", _choice("paged", "reserved"),
                                   "reserved takes a request's worst case of blocks up front")
-    drafter: str | None = _option(None, (lambda v: v is None or isinstance(v, str) and v, "None, 'ngram', 'model' or a folder"),
+    drafter: str | None = _option(None, (lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder"),
                                   "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
     num_draft_tokens: int = _option(4, _at_least(1, "tokens"), "most guesses per request and step")
     seed: int = _option(0, _at_least(0, "any"), "of requests that bring no seed of their own")
@@ -532,7 +536,7 @@ class EngineConfig:
     def __post_init__(self):
         for f in dataclasses.fields(self):
             value, (allowed, remedy) = getattr(self, f.name), f.metadata["rule"]
-            if not allowed(value):
+            if not (value is None and f.default is None) and not allowed(value):
                 raise ValueError(f"{f.name}={value!r}: it must be {remedy}")
 
 
@@ -612,51 +616,54 @@ class Engine:
         device = config.device or ("cuda" if gpu else "cpu")
         if config.attention == "numpy" and device == "cuda":
             raise ValueError("attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
-        dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
-        attention = config.attention or ("cuda" if device == "cuda" else "torch")
-        return self._load(config.model, dtype, device, attention)
+        return self._load(config.model, getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32")), device)
 
-    def _load(self, name, dtype, device, attention):
+    def _load(self, name, dtype, device):
+        config = self.config
         weights, tokenizer = load_model(name, dtype)
-        shape = weights.config
-        cache = KVCache(shape.num_layers, self.config.num_blocks, self.config.block_size, shape.num_heads,
-                        shape.width // shape.num_heads, dtype, device, attention)
+        shape, head_dim = weights.config, weights.config.width // weights.config.num_heads
+        # Handing half of a tiny matrix to another thread takes longer than computing it, and many times as long if that
+        # thread's core is busy with something else.
+        if config.threads or shape.width < 512:
+            torch.set_num_threads(config.threads or 1)
+        kernels = device == "cuda" and has_kernels(dtype, head_dim, config.block_size)
+        attention = config.attention or ("cuda" if kernels else "torch")
+        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device, attention)
         model = GPT2(weights, dtype, device)
-        return DecodeGraphs(model, cache) if device == attention == "cuda" else model, tokenizer, cache
+        return DecodeGraphs(model) if device == attention == "cuda" else model, tokenizer, cache
 
     def load_drafter(self):
         """-> the drafter that EngineConfig.drafter names, or None."""
         name = self.config.drafter
         if name in (None, "ngram"):
             return name and NgramDrafter(self.model.config.vocab_size)
-        cache = self.cache
-        model, tokenizer, cache = self._load(EMBEDDED / "draft" if name == "model" else name, cache.k.dtype, cache.k.device.type,
-                                             cache.attention_name)
+        model, tokenizer, cache = self._load(EMBEDDED / "draft" if name == "model" else name, self.cache.k.dtype,
+                                             self.cache.k.device.type)
         if tokenizer.ids != self.tokenizer.ids:
             raise ValueError(f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
 
         def forward(sequences):
-            logits = model.forward(Batch.build(sequences, self.config.block_size), cache)
-            return to_numpy(logits)
+            return to_numpy(model.forward(Batch.build(sequences, self.config.block_size), cache))
 
         return ModelDrafter(forward, model.config.context_length, self.model.config.vocab_size)
 
     # --- requests in ---
 
     def add_request(self, prompt, params=None, request_id=None):
-        """Check a request and queue it. -> its id. prompt: text or token ids. Raises ValueError, changing nothing."""
-        return self._queue([self._make_request(prompt, params, request_id, self._num_requests)])[0]
+        """Check a request and queue it. -> its id. prompt: text or token ids. Raises ValueError, changing nothing.
 
-    def add_requests(self, prompts, params=None):
+        Call it between two steps, from the thread that calls step(); abort() likewise.
+        """
+        return self.add_requests([prompt], params, [request_id])[0]
+
+    def add_requests(self, prompts, params=None, request_ids=None):
         """All or none. params: one for all, or a list, one each. -> ids."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
-        return self._queue([self._make_request(prompt, one, None, self._num_requests + i)
-                            for i, (prompt, one) in enumerate(zip(prompts, each))])
-
-    def _queue(self, requests):
+        requests = [self._make_request(prompt, one, request_id, self._num_requests + i)
+                    for i, (prompt, one, request_id) in enumerate(zip(prompts, each, request_ids or [None] * len(prompts)))]
         for request in requests:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
@@ -688,14 +695,15 @@ class Engine:
             slots = self.pool.num_blocks * self.pool.block_size
             raise ValueError(f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
                              f"({self.pool.num_blocks} blocks of {self.pool.block_size}): lower max_tokens or raise num_blocks")
+        alive = {*self.requests, *(output.request_id for output in self._outbox)} if self._outbox else self.requests
         if request_id is None:
             request_id = f"request-{number}"
-            while request_id in self.requests:
+            while request_id in alive:
                 request_id += "'"
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} is alive: choose another, or abort it first")
+        if request_id in alive:
+            raise ValueError(f"request_id {request_id!r} is alive: choose another, or abort it and take its last output first")
         seed = params.seed
         if seed is None:            # a function of the engine's seed and of how many came before
             seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
@@ -703,8 +711,8 @@ class Engine:
                              text=Detokenizer(params.stop), arrival_time=self.clock())
 
     def abort(self, request_id):
-        """End a request in any state. True if it was alive. Its blocks are free at once; its last output comes with the
-        next step()."""
+        """End a request in any state, between two steps. True if it was alive. Its blocks are free at once; its last output
+        comes with the next step()."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -717,8 +725,10 @@ class Engine:
     # --- one step ---
 
     def step(self):
-        """One forward pass. -> list of StepOutput: of the requests that got tokens, and of those that were aborted."""
-        outputs, self._outbox = self._outbox, []
+        """One forward pass. -> list of StepOutput: of the requests that got tokens, and of those that were aborted or failed.
+
+        Outputs go through self._outbox, so that an exception in mid-step (Ctrl-C in a notebook) loses none of them.
+        """
         started = self.clock()
 
         # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
@@ -730,7 +740,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
         if not scheduled:
-            return outputs
+            return self._take_outbox()
         before_draft = self.clock()
         if self.drafter:
             self.drafter.fill([request for request, _ in scheduled if request.drafts])
@@ -757,11 +767,15 @@ class Engine:
         first = 0
         for (request, n), (*_, rows) in zip(scheduled, sequences):
             if rows:
-                outputs.append(self._sample(request, n, logits[first:first + rows], after))
+                self._outbox.append(self._sample(request, n, logits[first:first + rows], after))
             else:
                 self.scheduler.advance(request, n)
             first += rows
         self.stats.count_time(started, after - before, self.clock())
+        return self._take_outbox()
+
+    def _take_outbox(self):
+        outputs, self._outbox = self._outbox, []
         return outputs
 
     def _sample(self, request, n, logits, now):
@@ -808,17 +822,18 @@ class Engine:
         """
         requests = [self.requests[request_id] for request_id in self.add_requests(prompts, params)]
         done = {r.request_id: Completion(r.request_id, r.tokens[:]) for r in requests}
-        others = []
-        while any(completion.finish_reason is None for completion in done.values()):
-            for output in self.step():
-                if output.request_id in done:
-                    done[output.request_id].add(output)
-                else:
-                    others.append(output)               # of a request that was added before: keep it for its owner
+        others = []                     # outputs of requests that were added before: kept for their owner
+        try:
+            while any(completion.finish_reason is None for completion in done.values()):
+                for output in self.step():
+                    done[output.request_id].add(output) if output.request_id in done else others.append(output)
+        finally:
+            for request_id in done:
+                self.abort(request_id)  # none is alive, unless we were interrupted
+            self._outbox = others + [output for output in self._outbox if output.request_id not in done]
         for request in requests:
             completion = done[request.request_id]
             completion.num_cached_tokens, completion.num_preemptions = request.num_cached_tokens, request.num_preemptions
-        self._outbox += others
         return list(done.values())
 
     def check(self):
@@ -901,7 +916,7 @@ class View:
     def events(self, outputs):
         """What this step did to whom, besides computing tokens, in words."""
         scheduler, name = self.engine.scheduler, lambda rid: f"{self.letter(rid)} {rid}"
-        events = [f"   - {name(r.request_id)} preempted: {r.high_water} tokens of K/V lost" for r in scheduler.preempted]
+        events = [f"   - {name(r.request_id)} preempted: it gave up {n} tokens of K/V" for r, n in scheduler.preempted.items()]
         events += [f"   + {name(r.request_id)} admitted{' again' * bool(r.num_preemptions)}, {start} tokens found in the cache"
                    for r, start, _ in self.engine.last_batch if r in scheduler.admitted]
         return events + [f"   = {name(o.request_id)} finished: {o.finish_reason}" for o in outputs if o.finish_reason]
@@ -948,12 +963,14 @@ def main_job(args):
     engine = Engine(**{"num_blocks": 48, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
     view = View(engine)
     engine.clock = lambda: time.perf_counter() - view.seconds_shown       # drawing is not serving
-    arrivals, requests, answers, tick = deque(script["requests"]), {}, {}, 0
+    arrivals, requests, answers, tick = deque(), {}, {}, 0
+    for entry in script["requests"]:
+        prompt, params = script["prefixes"].get(entry.get("prefix"), "") + entry["prompt"], SamplingParams(**entry["params"])
+        engine._make_request(prompt, params, entry["name"], 0)          # refuse what does not fit before anything starts
+        arrivals.append((entry["arrives"], prompt, params, entry["name"]))
     while arrivals or engine.has_unfinished():
-        while arrivals and arrivals[0]["arrives"] <= tick:
-            entry = arrivals.popleft()
-            prompt, name = script["prefixes"].get(entry.get("prefix"), "") + entry["prompt"], entry["name"]
-            engine.add_request(prompt, SamplingParams(**entry["params"]), name)
+        while arrivals and arrivals[0][0] <= tick:
+            name = engine.add_request(*arrivals.popleft()[1:])
             requests[name], answers[name] = engine.requests[name], Completion(name, engine.requests[name].tokens[:])
         outputs = engine.step()
         tick += 1
@@ -980,6 +997,9 @@ def print_summary(engine, requests, answers):
         print()
     print("request       prompt  cached  output  preempted  TTFT ms  ITL ms  longest gap ms")
     for name, r in requests.items():
+        if r.first_token_time is None:
+            print(f"{name:12} {r.num_prompt_tokens:7}  {answers[name].error or answers[name].finish_reason}")
+            continue
         itl = (r.last_token_time - r.first_token_time) / max(r.num_output_tokens - 1, 1)
         print(f"{name:12} {r.num_prompt_tokens:7} {r.num_cached_tokens:7} {r.num_output_tokens:7} {r.num_preemptions:10} "
               f"{(r.first_token_time - r.arrival_time) * 1e3:8.1f} {itl * 1e3:7.1f} {r.longest_gap * 1e3:15.1f}")
@@ -1027,11 +1047,12 @@ def bench(args):
     if args.kernels:
         run_kernels(args.json)
     else:
-        run_bench(args.json, args.threads)
+        run_bench(args.json, args.engine)
 
 
 def add_flags(parser, config, skip=()):
-    """A flag for every field of a config class. A flag that is not given leaves no trace: the class has the defaults."""
+    """A flag for every field of a config class. A flag that is not given leaves no trace (SUPPRESS): the class has the
+    defaults, and a command's parser does not overwrite with them what stood before the command."""
     for f in dataclasses.fields(config):
         if f.name in skip:
             continue
@@ -1044,11 +1065,10 @@ def add_flags(parser, config, skip=()):
 def build_parser():
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON value instead of text")
-    common.add_argument("--threads", type=int, default=argparse.SUPPRESS,
-                        help="CPU threads (default: 1 for tiny, whose matrices are too small to share, else torch's choice)")
     add_flags(common.add_argument_group("engine"), EngineConfig)
     parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. Without a "
-                                     "command: serve the built-in prompts with a live view, on a small pool of 48 blocks.")
+                                     "command: serve the built-in prompts with a live view, on 48 blocks, 6 seats, a budget of 48 "
+                                     "tokens and chunks of 32.")
     parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
     parser.set_defaults(run=main_job)
     commands = parser.add_subparsers(title="commands", metavar="")
@@ -1065,16 +1085,12 @@ def build_parser():
 def main(argv=None):
     args = build_parser().parse_args(argv)
     given = vars(args)
-    args.json, args.threads = given.get("json", False), given.get("threads")
+    args.json = given.get("json", False)
     args.engine = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given}
     args.sampling = {f.name: given[f.name] for f in dataclasses.fields(SamplingParams) if f.name in given and f.name != "seed"}
     sys.stdout = sys.stdout or open(os.devnull, "w")    # None if it was closed
     sys.stdout.reconfigure(errors="replace")            # a terminal that can't show a character is no reason to stop
     try:
-        if not 1 <= (args.threads or 1) <= 1024 or args.threads == 0:
-            raise ValueError(f"threads={args.threads}: it must be an integer from 1 to 1024")
-        if args.threads or args.engine.get("model", "tiny") == "tiny":
-            torch.set_num_threads(args.threads or 1)
         args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:                             # the reader of our pipe has had enough

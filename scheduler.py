@@ -56,7 +56,6 @@ class Request:
     num_cached_tokens: int = 0                      # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     high_water: int = 0                             # most tokens ever computed: below it, computing is re-computing
-    admitted: bool = False                          # has run at least once
     arrival: int = 0                                # numbers the requests in the order they came
     arrival_time: float = 0.0
     admission_time: float | None = None             # of the first admission
@@ -107,7 +106,7 @@ class Scheduler:
         self.running = []               # in order of arrival
         self.waiting = OrderedDict()    # request_id -> request, in order of arrival; any can leave at once
         self.scheduled = []             # what the last schedule() chose, and what it did for that:
-        self.admitted, self.preempted = [], []
+        self.admitted, self.preempted = [], {}          # preempted: request -> tokens of K/V it gave up
         self.num_added = self.num_preemptions = 0
 
     def add(self, request):
@@ -122,10 +121,11 @@ class Scheduler:
         """
         chosen = {}                                                     # request -> n
         spare = self.budget - len(self.running)
-        batch_is_over = not self.running
-        self.admitted, self.preempted = [], []
+        batch_is_open = not any(request.num_output_tokens for request in self.running)      # for batching="static"
+        self.admitted, self.preempted = [], {}
 
-        # 1) Running requests, those who lack a single token first: a prompt in chunks must not take their beat.
+        # 1) Running requests, those who lack a single token first: a prompt in chunks must not take their beat. (Python's
+        #    sort is stable: otherwise they stay in order of arrival.) A victim may be a stream that was chosen a moment ago.
         for request in sorted(self.running, key=lambda request: request.num_missing > 1):
             if not request.block_table:
                 continue                                                # preempted a moment ago, by an older one
@@ -147,9 +147,10 @@ class Scheduler:
         # 2) Newcomers. Not after a preemption: the victim is first in line, and if a shared prefix makes it fit again at once,
         #    it would lose the race for the next block again.
         while (self.waiting and spare > 0 and len(self.running) < self.max_running
-               and not self.preempted and (batch_is_over or not self.static)):
+               and not self.preempted and (batch_is_open or not self.static)):
             request = next(iter(self.waiting.values()))
             hits = self.pool.find_prefix(request.tokens)
+            # Blocks for all of it, not for its first chunk alone: half-computed prompts would evict one another.
             whole = request.max_len if self.reserved else len(request.tokens)
             if not self.pool.allocate(request.block_table, whole, hits):
                 break
@@ -165,14 +166,13 @@ class Scheduler:
         self.running.append(request)
         self.admitted.append(request)
         request.num_computed_tokens = num_cached_tokens
-        if not request.admitted:            # hits after a preemption are the request's own work, not a saving
+        if not request.num_preemptions:     # hits after a preemption are the request's own work, not a saving
             request.num_cached_tokens = num_cached_tokens
-            request.admitted = True
 
     def _preempt(self, request):
         """Take all its K/V. Its tokens stay, prompt and output alike, and will be computed again as one prompt."""
         self.running.remove(request)
-        self.preempted.append(request)
+        self.preempted[request] = request.num_computed_tokens
         self.pool.release(request.block_table)
         request.num_computed_tokens, request.drafts = 0, []
         request.num_preemptions += 1
@@ -255,18 +255,19 @@ class Stats:
         self.draft_tokens, self.accepted_tokens = 0, []             # guesses checked; accepted, by position in their run
         self.draft_seconds = 0.0
         self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
-        self.preemptions = self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
-        self.kv_peak = 0                                            # most blocks ever in use
+        self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
+        self.kv_peak = 0                                            # most blocks in use after scheduling a step
         self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self.model_seconds = self.step_seconds = self.seconds = 0.0     # in forward passes; in step(); since the first step
         self._first_step = None
-        # TTFT: arrival to first token. Queue time: arrival to first admission. e2e: arrival to last token.
+        # TTFT: arrival to first token. Queue time: arrival to first admission. e2e: arrival to the end, if by stop or length.
         # ITL: time between a request's tokens. A step that brings m tokens at once counts as one gap since the last
         # step and m - 1 gaps of zero: what a reader sees, and the longest silence stays in the histogram.
         self.ttft, self.itl, self.queue_time, self.e2e = Histogram(), Histogram(), Histogram(), Histogram()
 
     running = property(lambda self: len(self._scheduler.running))
     waiting = property(lambda self: len(self._scheduler.waiting))
+    preemptions = property(lambda self: self._scheduler.num_preemptions)
     kv_used = property(lambda self: self._scheduler.pool.num_used)
     kv_cached = property(lambda self: len(self._scheduler.pool.by_hash))       # findable by prefix, in use or free
 
@@ -287,7 +288,12 @@ class Stats:
 
     @property
     def goodput(self):
-        """Tokens delivered / token positions paid for: those computed, and one for every seat that a step left empty."""
+        """Tokens delivered / token positions paid for: those computed, and one for every seat that a step left empty.
+
+        An empty seat could have had one more token for the same reading of the weights. A prompt's tokens are paid for and
+        not delivered, so a step that only computes prompts has a low goodput: that is the price of an answer, and what a
+        prefix cache lowers.
+        """
         return self.delivered_tokens / max(self.scheduled_tokens + self.idle_seats, 1)
 
     def count_step(self, scheduled, now):
@@ -309,7 +315,6 @@ class Stats:
                 self.queue_time.observe(now - request.arrival_time)
         self.scheduled_seqs += len(scheduled)
         self.idle_seats += self._scheduler.max_num_seqs - len(scheduled)
-        self.preemptions = self._scheduler.num_preemptions
         self.kv_peak = max(self.kv_peak, self.kv_used)
 
     def count_tokens(self, request, count, now):
@@ -333,7 +338,8 @@ class Stats:
 
     def count_end(self, request, reason, now):
         self.finished[reason] += 1
-        self.e2e.observe(now - request.arrival_time)
+        if reason in ("stop", "length"):
+            self.e2e.observe(now - request.arrival_time)
 
     def count_time(self, started, model_seconds, now):
         """Book a step that began at `started`, ended now, and spent model_seconds in the forward pass."""
@@ -343,7 +349,7 @@ class Stats:
         self.step_seconds += now - started
 
     def as_dict(self):
-        """Everything by name, histograms as dicts: for /metrics, --json and tests."""
+        """Everything by name, histograms as dicts."""
         gauges = {name: getattr(self, name) for name, value in vars(Stats).items() if isinstance(value, property)}
         values = gauges | {name: value for name, value in vars(self).items() if name[0] != "_"}
         return {name: value.as_dict() if isinstance(value, Histogram) else value for name, value in values.items()}

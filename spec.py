@@ -24,12 +24,14 @@ Invariants.
     half of a character, is ever handed out.
 
 Policies.  Distributions are float64: softmax over 50,257 float32 logits loses digits that a draw can see. Ties at the
-edge of top-k are all kept, so the result does not depend on the order of the vocabulary.
+edge of top-k are all kept; of equals at the edge of top-p, those with the lowest ids.
 """
 
 import codecs
 import math
+import sys
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -60,28 +62,35 @@ class SamplingParams:
 
     def __post_init__(self):
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
-        self._require("temperature", _is_real(self.temperature) and 0 <= self.temperature < math.inf,
+        self._require("max_tokens", _is(Integral, self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
+        self._require("temperature", _is(Real, self.temperature) and 0 <= self.temperature < math.inf,
                       "a finite number of at least 0; 0 is greedy")
-        self._require("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 turns it off")
-        self._require("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 turns it off")
-        self._require("seed", self.seed is None or _is_int(self.seed), "an integer, or None for the engine's choice")
+        self._require("top_k", _is(Integral, self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 keeps all")
+        self._require("top_p", _is(Real, self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all")
+        self._require("seed", self.seed is None or _is(Integral, self.seed), "an integer, or None for the engine's choice")
         self._require("stop", isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
                       "a string or several, none of them empty")
-        object.__setattr__(self, "stop", tuple(stop))
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        # NumPy's numbers pass the tests above, but would overflow in the sums to come.
+        plain = {"max_tokens": int(self.max_tokens), "temperature": _float(self.temperature), "top_k": int(self.top_k),
+                 "top_p": float(self.top_p), "seed": None if self.seed is None else int(self.seed), "stop": tuple(stop)}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)           # the way past a frozen dataclass's own guard
 
     def _require(self, field, ok, remedy):
         if not ok:
             raise ValueError(f"{field}={getattr(self, field)!r}: it must be {remedy}")
 
 
-def _is_int(value):
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _is(kind, value):
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_real(value):
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+def _float(value):
+    try:
+        return float(value)
+    except OverflowError:               # an integer beyond all floats
+        return sys.float_info.max
 
 
 # ----------------------------------------------------------------------------------------------
@@ -96,6 +105,7 @@ def draw(seed, position, purpose):
     >>> draw(1, 5, BONUS) == draw(1, 5, BONUS), draw(1, 5, BONUS) == draw(1, 6, BONUS)
     (True, False)
     """
+    # The generator counts up in the first two words of its counter. So two streams that differ in the others never meet.
     philox = np.random.Philox(key=seed % 2**128, counter=[0, 0, purpose, position])
     return np.random.Generator(philox).random()
 
@@ -127,14 +137,13 @@ def target_probs(logits, params):
     [0.0, 0.0, 0.429, 0.571]
     """
     logits = np.asarray(logits, dtype=np.float64)
-    scaled = None
-    if params.temperature > 0:
-        with np.errstate(over="ignore"):
-            scaled = (logits - logits.max()) / params.temperature       # <= 0, so exp can't overflow
-    if scaled is None or not np.isfinite(scaled).all():                 # too cold to divide by: greedy, too
-        greedy = np.zeros(len(logits))
-        greedy[logits.argmax()] = 1.0
-        return greedy
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        too_cold = params.temperature == 0 or np.isinf(np.ptp(logits) / params.temperature)
+    if too_cold:                                            # to divide by: greedy
+        probs = np.zeros(len(logits))
+        probs[logits.argmax()] = 1.0
+        return probs
+    scaled = (logits - logits.max()) / params.temperature   # <= 0, so exp can't overflow
     if 0 < params.top_k < len(scaled):
         smallest_kept = np.partition(scaled, -params.top_k)[-params.top_k]
         scaled = np.where(scaled >= smallest_kept, scaled, -np.inf)
@@ -258,6 +267,9 @@ class ModelDrafter:
 
 class Detokenizer:
     """The text of one request as it grows: bytes of tokens in, text that is safe to show out.
+
+    The text ends before the first stop string that a token completes. The tokens of that stop string stay in token_ids,
+    as <|endoftext|> does: they were computed and paid for.
 
     Two things are held back: the bytes of a character that is not complete yet (a token can end within one), and an
     end of the text that may turn out to be the start of a stop string.

@@ -37,8 +37,8 @@ def prompt_of(r, length):
     return [r.randrange(1000) for _ in range(length)]       # ids of the embedded vocabulary, which both models share
 
 
-def measure(model, repeat):
-    engine = Engine(model=model, num_blocks=1024, enable_prefix_caching=False)
+def measure(repeat, **fields):
+    engine = Engine(**fields, enable_prefix_caching=False)
     engine.generate([prompt_of(random.Random(0), 200)], greedy(4))          # touch weights and pool once
     longest = min(1000, engine.model.config.context_length - 12)
     prefill, decode, mixed, outside = [], [], [], []
@@ -66,13 +66,13 @@ def measure(model, repeat):
     return {name: statistics.median(values) for name, values in figures.items()}
 
 
-def run_bench(quiet=False, threads=None):
+def run_bench(quiet=False, fields=None):
     results = {}
     if not quiet:
         print("float32 on the CPU     prefill tok/s   decode tok/s   mixed tok/s   outside the forward pass")
     for model, repeat in (("tiny", 5), ("gpt2", 1)):
-        torch.set_num_threads(threads or (1 if model == "tiny" else os.cpu_count()))
-        results[model] = figures = measure(model, repeat)
+        torch.set_num_threads(os.cpu_count())               # what the engine leaves alone for a large model
+        results[model] = figures = measure(repeat, **{**(fields or {}), "model": model, "num_blocks": 1024})
         if not quiet:
             prefill, decode, mixed, outside = figures.values()
             print(f"{model:5} {torch.get_num_threads()} thread(s) {prefill:18,.0f} {decode:14,.1f} {mixed:13,.1f} {outside:26.1%}")

@@ -105,7 +105,7 @@ def test_main_job_shows_every_idea(main_job):
     out = main_job[1]
     assert any("*" in pool for pool in pools(out)), "no block was ever shared"
     assert any("~" in pool for pool in pools(out)), "no freed block stayed findable"
-    assert re.search(r"^   - . .+ preempted: \d+ tokens of K/V lost$", out, re.M)
+    assert re.search(r"^   - . .+ preempted: it gave up \d+ tokens of K/V$", out, re.M)
     assert re.search(r"^   \+ . .+ admitted, 0 tokens found in the cache$", out, re.M)
     assert re.search(r"^   \+ . .+ admitted, [1-9]\d* tokens found in the cache$", out, re.M)
     assert re.search(r"^   \+ . .+ admitted again, ", out, re.M)
@@ -134,6 +134,20 @@ def test_main_job_as_json():
     assert len(result["requests"]) == 16 and all(r["finish_reason"] in ("stop", "length") for r in result["requests"])
     assert result["stats"]["steps"] > 50 and result["stats"]["preemptions"] >= 1
     assert sum(len(r["token_ids"]) for r in result["requests"]) == result["stats"]["delivered_tokens"]
+
+
+def test_main_job_refuses_before_it_starts():
+    """A pool too small for one of the prompts is said at once, not after half of the job."""
+    code, out, err = run_here("--num-blocks", "15")
+    assert (code, out) == (2, "") and "raise num_blocks" in err and err.count("\n") == 1
+
+
+def test_main_job_with_a_broken_model(monkeypatch):
+    """Requests that end in error have no times; the summary says why, and stands."""
+    forward = nanoserve.GPT2.forward
+    monkeypatch.setattr(nanoserve.GPT2, "forward", lambda *args: forward(*args) * float("nan"))
+    code, out, err = run_here()
+    assert (code, err) == (0, "") and out.count("not finite numbers") == 16
 
 
 def test_flags_reach_the_main_job():

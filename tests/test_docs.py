@@ -78,7 +78,7 @@ def test_flags_named_in_the_readme():
     """Every flag that the README shows exists."""
     import nanoserve
     parser = nanoserve.build_parser()
-    for line in re.findall(r"^python nanoserve\.py ([^#\n]*)", README, re.M):
+    for line in re.findall(r"^venv/bin/python nanoserve\.py ([^#\n]*)", README, re.M):
         arguments = re.findall(r'"[^"]*"|\S+', line)
         if "-h" not in arguments:
             parser.parse_args([argument.strip('"') for argument in arguments])

@@ -412,6 +412,73 @@ def test_generate_beside_other_requests_loses_nothing():
     assert not engine.has_unfinished()
 
 
+def test_an_interrupt_in_mid_step_loses_no_output():
+    """Ctrl-C while the second request is being sampled: the first one's token comes with the next step."""
+    engine = GhostEngine(num_blocks=8)
+    first, second = engine.add_request([1], greedy(3)), engine.add_request([2], greedy(3))
+    sample, calls = engine._sample, []
+
+    def interrupted(request, *arguments):
+        calls.append(request.request_id)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sample(request, *arguments)
+
+    engine._sample = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    got = {first: [], second: []}
+    while engine.has_unfinished():
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+    assert got == {first: ghost_text([1], 3), second: ghost_text([2], 3)}
+
+
+def test_an_interrupted_generate_leaves_nothing_behind():
+    """Its requests are gone, and the output of another request is still handed out."""
+    engine = GhostEngine(num_blocks=16)
+    other = engine.add_request([7, 7], greedy(4))
+    step, calls = engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    engine.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2], [3]], greedy(30))
+    assert set(engine.requests) == {other}
+    tokens = []
+    while engine.has_unfinished():
+        outputs = engine.step()
+        assert {output.request_id for output in outputs} == {other}
+        tokens += [t for output in outputs for t in output.token_ids]
+    assert tokens == ghost_text([7, 7], 4) and engine.pool.num_used == 0
+
+
+def test_an_id_is_taken_until_its_last_output_is_handed_out():
+    """Otherwise the end of the old request would be taken for that of the new one."""
+    engine = GhostEngine(num_blocks=8)
+    engine.add_request([1], greedy(5), "request-1")
+    engine.step()
+    engine.abort("request-1")
+    with pytest.raises(ValueError, match="'request-1' is alive"):
+        engine.add_request([2], greedy(1), "request-1")
+    [completion] = engine.generate([[2]], greedy(2))
+    assert completion.token_ids == ghost_text([2], 2) and completion.request_id != "request-1"
+    assert [(o.request_id, o.finish_reason) for o in engine.step()] == [("request-1", "abort")]
+    engine.add_request([2], greedy(1), "request-1")
+
+
+def test_numpy_numbers_as_parameters():
+    """They overflow where Python's do not; they are converted at the door."""
+    params = SamplingParams(max_tokens=np.uint8(100), temperature=np.float16(0.5), seed=np.int64(-5), ignore_eos=True)
+    [completion] = GhostEngine(num_blocks=8).generate([list(range(30))], params)
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 34
+
+
 def test_params_one_each_and_the_order_given():
     """generate() returns completions in the order of the prompts, each with its own parameters."""
     prompts = [[i, i + 1] for i in range(6)]
@@ -435,7 +502,7 @@ def test_requests_without_a_seed_differ_and_repeat():
     ("max_num_seqs", 0, "max_num_seqs=0: "), ("max_num_batched_tokens", "many", "max_num_batched_tokens='many': "),
     ("max_prefill_chunk", 0, "max_prefill_chunk=0: "), ("enable_prefix_caching", "yes", "enable_prefix_caching='yes': "),
     ("batching", "dynamic", "batching='dynamic': it must be one of 'continuous', 'static'"),
-    ("kv_reservation", None, "kv_reservation=None: "), ("device", "tpu", "device='tpu': it must be one of None, 'cpu', 'cuda'"),
+    ("kv_reservation", None, "kv_reservation=None: "), ("device", "tpu", "device='tpu': it must be one of 'cpu', 'cuda'"),
     ("dtype", "int8", "dtype='int8': "), ("attention", "flash", "attention='flash': "), ("seed", -1, "seed=-1: "),
     ("model", "", "model='': "), ("model", 3, "model=3: "),
 ])

@@ -37,7 +37,7 @@ class OnCpu:
     code = CODE
 
     @classmethod
-    def compile(cls, code, names):
+    def compile(cls, code, names, device):
         module = cpu_module.CpuModule(cls.code, names, seed=cls.seed)
         return {name: module.get_function(name) for name in names}
 
@@ -147,7 +147,7 @@ def test_decode_graphs_without_a_graph(on_cpu):
         engine = Engine(attention="cuda", num_blocks=6, max_num_seqs=5, max_num_batched_tokens=16)
         poison(engine.pool, engine.cache)
         if wrap:
-            engine.model = DecodeGraphs(engine.model, engine.cache, capture=False)
+            engine.model = DecodeGraphs(engine.model, capture=False)
         prompts = ["Once upon a time", "Q: What", "The", "def", "User: Hello!", "Dear"]
         results.append([c.token_ids for c in engine.generate(prompts, [greedy(n) for n in (40, 3, 30, 40, 25, 30)])])
         assert engine.stats.preemptions
@@ -158,10 +158,9 @@ def test_padded_decodes_of_grouped_heads(on_cpu):
     """The frozen plan has the tiles of grouped heads, too."""
     batch, q, k, v, cache = case([(20, 1), (3, 1), (40, 1)], 6, 1, 32, torch.float32)
     expected = cache.attend(0, q, k, v, batch)
-    graphs = DecodeGraphs(SimpleNamespace(config=SimpleNamespace(num_heads=6, context_length=512)), cache, capture=False)
     inputs = SimpleNamespace(tokens=torch.zeros(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64),
-                             launch_plan=LaunchPlan.padding(4, 32, 512, *graphs._shape()))
-    graphs._fill(inputs, batch, 3)
+                             launch_plan=LaunchPlan.padding(4, 32, 512, 6, 1, 32, torch.device("cpu")))
+    DecodeGraphs._fill(inputs, batch)
     wide = [torch.cat([tensor, torch.zeros(1, *tensor.shape[1:])]) for tensor in (q, k, v)]
     assert_close(cache.attend(0, *wide, inputs)[:3], expected, 1e-5, WHY)
 
@@ -198,7 +197,7 @@ def test_without_a_gpu_it_is_one_sentence():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     kvcache.load_kernels.cache_clear()
-    with pytest.raises(ValueError, match="attention='cuda': torch sees no CUDA GPU here"):
+    with pytest.raises(ValueError, match="attention='cuda' needs device='cuda'"):
         Engine(attention="cuda")
 
 

@@ -94,7 +94,7 @@ def test_the_newest_is_preempted_and_returns_first():
         step(scheduler)
         if young.num_preemptions:
             break
-    assert scheduler.preempted == [young] and young.block_table == [] and young.num_computed_tokens == 0
+    assert list(scheduler.preempted) == [young] and young.block_table == [] and young.num_computed_tokens == 0
     assert len(young.tokens) > 8 and list(scheduler.waiting) == ["r1", "behind"]
     assert old in scheduler.running
 
@@ -134,7 +134,7 @@ def test_a_victim_that_was_already_scheduled_gives_its_tokens_back():
     assert scheduler.pool.num_used == 4
     old.tokens += [0]                                                       # the older one lacks two tokens: it comes second
     scheduled = step(scheduler)
-    assert scheduled == {"old": 2} and scheduler.preempted == [young] and young not in dict(scheduler.scheduled)
+    assert scheduled == {"old": 2} and scheduler.preempted == {young: 1} and young not in dict(scheduler.scheduled)
 
 
 def test_head_of_the_line_holds_the_queue():
@@ -162,6 +162,17 @@ def test_static_batching_admits_only_into_an_empty_engine():
     add(scheduler, 2, max_tokens=1), add(scheduler, 2, max_tokens=4), add(scheduler, 2, max_tokens=1)
     steps = [step(scheduler) for _ in range(5)]
     assert [list(s) for s in steps] == [["r0", "r1"], ["r1"], ["r1"], ["r1"], ["r2"]]
+
+
+def test_static_batching_gathers_its_batch_over_several_steps():
+    """The budget of one step must not cap the batch: it stays open until somebody has a token."""
+    scheduler = make(batching="static", seqs=3, budget=8)
+    for _ in range(4):
+        add(scheduler, 20, max_tokens=2)
+    ran = set()
+    while scheduler.running or scheduler.waiting:
+        ran.add(tuple(step(scheduler)))
+    assert max(map(len, ran)) >= 2 and ("r3",) in ran
 
 
 def test_reserved_takes_the_worst_case_up_front():
@@ -223,7 +234,7 @@ def broken(change):
 CORRUPTIONS = {
     "tokens scheduled, budget 8": lambda s, a, b, c: s.scheduled.append((b, 20)),
     "requests run, limit 2": lambda s, a, b, c: (s.running.append(c), s.waiting.clear(), s.scheduled.append((c, 1))),
-    "step that preempted": lambda s, a, b, c: (s.admitted.append(a), s.preempted.append(c)),
+    "step that preempted": lambda s, a, b, c: (s.admitted.append(a), s.preempted.update({c: 1})),
     "order of arrival": lambda s, a, b, c: s.running.reverse(),
     "computed nothing": lambda s, a, b, c: s.scheduled.clear(),
     "holds blocks": lambda s, a, b, c: s.pool.allocate(c.block_table, 1),

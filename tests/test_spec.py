@@ -32,7 +32,10 @@ def test_good_parameters():
     SamplingParams(max_tokens=1, temperature=0, top_k=10**9, top_p=1e-9, seed=-5)
     assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
     assert SamplingParams(stop=None).stop == ()
-    assert SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3)).max_tokens == 3
+    for params in (SamplingParams(temperature=np.float32(0.5), max_tokens=np.uint8(200), seed=np.int64(5), top_k=np.int8(3)),
+                   SamplingParams(temperature=10**400, max_tokens=2**70)):
+        assert type(params.max_tokens) is type(params.top_k) is int and type(params.temperature) is type(params.top_p) is float
+        assert target_probs(np.zeros(4), params).sum() == 1 and params.max_tokens + 2**62 > 2**62
 
 
 # ----------------------------------------------------------------------------------------------
