@@ -616,16 +616,18 @@ class Engine:
         device = config.device or ("cuda" if gpu else "cpu")
         if config.attention == "numpy" and device == "cuda":
             raise ValueError("attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
-        return self._load(config.model, getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32")), device)
+        dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
+        model, tokenizer, cache = self._load(config.model, dtype, device)
+        # Handing half of a tiny matrix to another thread takes longer than computing it, and many times as long if that
+        # thread's core is busy with something else.
+        if config.threads or model.config.width < 512:
+            torch.set_num_threads(config.threads or 1)
+        return model, tokenizer, cache
 
     def _load(self, name, dtype, device):
         config = self.config
         weights, tokenizer = load_model(name, dtype)
         shape, head_dim = weights.config, weights.config.width // weights.config.num_heads
-        # Handing half of a tiny matrix to another thread takes longer than computing it, and many times as long if that
-        # thread's core is busy with something else.
-        if config.threads or shape.width < 512:
-            torch.set_num_threads(config.threads or 1)
         kernels = device == "cuda" and has_kernels(dtype, head_dim, config.block_size)
         attention = config.attention or ("cuda" if kernels else "torch")
         cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device, attention)
