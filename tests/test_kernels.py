@@ -5,6 +5,7 @@ threads. It can't show speed, what fast-math or fused multiply-adds round differ
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -223,8 +224,16 @@ KERNEL_BUGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def all_bugs_compiled():
+    """Every buggy variant, compiled two at a time: the compiler is what these tests wait for."""
+    names = kvcache.kernel_names(torch.float32, 32)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda bug: cpu_module.CpuModule(CODE.replace(bug[1], bug[2]), names), KERNEL_BUGS))
+
+
 @pytest.mark.parametrize("name, old, new", KERNEL_BUGS, ids=[name for name, *_ in KERNEL_BUGS])
-def test_planted_kernel_bug_is_caught(on_cpu, monkeypatch, name, old, new):
+def test_planted_kernel_bug_is_caught(on_cpu, all_bugs_compiled, monkeypatch, name, old, new):
     """Each of these small changes to kernels.cu makes the comparison with the reference fail, in some order of threads."""
     assert CODE.count(old) == 1, f"{name}: its place occurs {CODE.count(old)} times"
     monkeypatch.setattr(OnCpu, "code", CODE.replace(old, new))
@@ -301,3 +310,40 @@ def test_sanitizers(kind, bug, finding):
 def test_on_gpu_against_the_reference(shapes, dtype, H, G, D):
     """The same cases through CuPy."""
     check_against_reference(*case(shapes, H, G, D, dtype, "cuda"), DTYPES[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_whole_generations_on_gpu(dtype):
+    """kernels.cu with graphs, without graphs, and torch's attention: the same tokens, with preemptions and hits."""
+    prompts = ["Once upon a time", "Q: What is 2 + 3?\nA:", "User: Tell me a story about a fox.\nBot:", "def add_", "Dear Lucy,"]
+    results = []
+    for attention, graphs in (("cuda", True), ("cuda", False), ("torch", False)):
+        engine = Engine(device="cuda", dtype=dtype, attention=attention, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=32)
+        if attention == "cuda" and not graphs:
+            engine.model = engine.model.model
+        results.append([c.token_ids for c in engine.generate(prompts, [greedy(n) for n in (40, 30, 50, 20, 45)])])
+        assert engine.stats.preemptions
+    assert results[0] == results[1]
+    assert results[0] == results[2] or dtype == "float16"       # in half precision another order of sums may pick another token
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_speculation_on_gpu():
+    """Target and draft both through kernels.cu: greedy text is that of no guesses."""
+    plain, spec = (Engine(device="cuda", dtype="float32", drafter=drafter).generate("def add_", greedy(60))[0].token_ids
+                   for drafter in (None, "model"))
+    assert plain == spec
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_kernel_benchmark_on_gpu(capsys):
+    """bench --kernels prints its table and ends in JSON."""
+    import json
+    from bench import run_kernels
+    run_kernels()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["copy_GB_per_s"] > 0 and len(result["decode"]) == 12
