@@ -535,8 +535,10 @@ class DecodeGraphs:
 
     def __init__(self, model, capture=True):
         """capture=False runs what a graph would replay, padding and all: for tests without a GPU."""
-        self.model, self.config, self.capture = model, model.config, capture
-        self.graphs = {}                    # size -> (inputs, replay, logits [size, V])
+        self.model, self.config = model, model.config
+        # A stream of its own: all graphs captured on a stream lose their cuBLAS workspace when one of them is destroyed.
+        self.stream = torch.cuda.Stream() if capture else None
+        self.graphs = {}                    # (size, address of the cache) -> (inputs, replay, logits [size, V])
 
     @torch.inference_mode()
     def forward(self, batch, cache):
@@ -545,11 +547,14 @@ class DecodeGraphs:
         if len(batch.tokens) > R:
             return self.model.forward(batch, cache)
         size = 1 << (R - 1).bit_length()
-        if size not in self.graphs:
-            self.graphs[size] = self._record(size, cache)
-        inputs, replay, logits = self.graphs[size]
+        key = size, cache.k.data_ptr()
+        if key not in self.graphs:
+            self.graphs[key] = self._record(size, cache)
+        inputs, replay, logits = self.graphs[key]
         self._fill(inputs, batch)
         replay()
+        if len(batch.logit_rows) == R:          # as good as always: a decode of one token has logits, unless a chunk is that short
+            return logits[:R].clone()
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 
     def _record(self, size, cache):
@@ -562,14 +567,19 @@ class DecodeGraphs:
                                  positions=torch.zeros(size, dtype=torch.int64, device=device), launch_plan=plan)
 
         def run():
+            for tiles in plan.tiles.values():   # a decode is its own sequence, or -1
+                tiles[:, 0] = plan.sequences.repeat_interleave(len(tiles) // size)
             return self.model.compute(inputs.tokens, inputs.positions, slice(None), inputs, cache)
 
-        logits = run()
-        if not self.capture:
+        if self.stream is None:
+            logits = run()
             return inputs, lambda: logits.copy_(run()), logits
         torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            run()
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             logits = run()
         return inputs, graph.replay, logits
 
@@ -581,8 +591,8 @@ class DecodeGraphs:
         for frozen, values, padding in ((inputs.tokens, batch.tokens, 0), (inputs.positions, batch.positions, 0),
                                         (plan.positions, batch.positions, 0), (plan.slots, batch.slots, -1),
                                         (plan.sequences, batch.sequences, -1)):
-            frozen[:R] = torch.from_numpy(values)
-            frozen[R:] = padding
-        plan.block_tables[:R, :batch.block_tables.shape[1]] = torch.from_numpy(batch.block_tables)
-        for tiles in plan.tiles.values():
-            tiles[:, 0] = plan.sequences.repeat_interleave(len(tiles) // len(plan.sequences))   # a decode is its own sequence
+            padded = np.full(len(frozen), padding)
+            padded[:R] = values
+            frozen.copy_(torch.from_numpy(padded))
+        width = min(batch.block_tables.shape[1], plan.block_tables.shape[1])    # a draft may have the shorter context
+        plan.block_tables[:R, :width] = torch.from_numpy(batch.block_tables[:, :width])

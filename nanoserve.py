@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import heapq
+import importlib.util
 import json
 import math
 import mmap
@@ -52,7 +53,7 @@ import torch.nn.functional as F
 
 from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels
 from scheduler import Request, Scheduler, Stats
-from spec import Detokenizer, ModelDrafter, NgramDrafter, SamplingParams, target_probs, verify
+from spec import Acceptance, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, choose_drafts, target_probs, verify
 
 EMBEDDED = Path(__file__).parent / "weights"
 
@@ -514,7 +515,7 @@ class EngineConfig:
     dtype: str | None = _option(None, _choice("float32", "float64", "bfloat16", "float16"),
                                 "of weights and K/V; default: float32 on the CPU, float16 on a GPU")
     attention: str | None = _option(None, _choice(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
-                                    "default: cuda on a GPU where kernels.cu can do it, else torch")
+                                    "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
     threads: int | None = _option(None, (lambda v: _at_least(1, "")[0](v) and v <= 1024, "an integer from 1 to 1024"),
                                   "CPU threads; default: 1 for a model as small as tiny, else torch's choice")
     block_size: int = _option(16, _at_least(1, "tokens"), "tokens per block of the KV pool")
@@ -530,7 +531,8 @@ class EngineConfig:
                                   "reserved takes a request's worst case of blocks up front")
     drafter: str | None = _option(None, (lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder"),
                                   "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
-    num_draft_tokens: int = _option(4, _at_least(1, "tokens"), "most guesses per request and step")
+    num_draft_tokens: int | str = _option(4, (lambda v: v == "auto" or _at_least(1, "")[0](v), "an integer of at least 1, or 'auto'"),
+                                          "guesses per request and step, or auto: as many as pay")
     seed: int = _option(0, _at_least(0, "any"), "of requests that bring no seed of their own")
 
     def __post_init__(self):
@@ -581,7 +583,11 @@ class ServedRequest(Request):
     params: SamplingParams = None
     seed: int = 0
     draft_probs: np.ndarray | None = None       # [k, V] what each of `drafts` was drawn from
+    acceptance: Acceptance = None               # of its guesses
     text: Detokenizer = None
+
+
+MOST_DRAFTS = 8                         # with num_draft_tokens="auto"
 
 
 class Engine:
@@ -599,6 +605,8 @@ class Engine:
         self.config = config = dataclasses.replace(config or EngineConfig(), **fields)
         self.model, self.tokenizer, self.cache = self.load(config)
         self.drafter = self.load_drafter()
+        self.pass_cost, self.draft_cost = PassCost(), PassCost()        # of the target, by rows; of the drafter, by depth
+        self.acceptance = Acceptance()
         self.pool = BlockAllocator(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_chunk,
                                    config.batching, config.kv_reservation)
@@ -628,7 +636,8 @@ class Engine:
         config = self.config
         weights, tokenizer = load_model(name, dtype)
         shape, head_dim = weights.config, weights.config.width // weights.config.num_heads
-        kernels = device == "cuda" and has_kernels(dtype, head_dim, config.block_size)
+        cupy = importlib.util.find_spec("cupy")             # asks whether it is there, without importing it
+        kernels = device == "cuda" and cupy and has_kernels(dtype, head_dim, config.block_size)
         attention = config.attention or ("cuda" if kernels else "torch")
         cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device, attention)
         model = GPT2(weights, dtype, device)
@@ -644,8 +653,10 @@ class Engine:
         if tokenizer.ids != self.tokenizer.ids:
             raise ValueError(f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
 
+        block_size = self.config.block_size     # not self in the closure: an engine in a cycle of references would outlive its use
+
         def forward(sequences):
-            return to_numpy(model.forward(Batch.build(sequences, self.config.block_size), cache))
+            return to_numpy(model.forward(Batch.build(sequences, block_size), cache))
 
         return ModelDrafter(forward, model.config.context_length, self.model.config.vocab_size)
 
@@ -710,7 +721,7 @@ class Engine:
         if seed is None:            # a function of the engine's seed and of how many came before
             seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
         return ServedRequest(request_id, tokens, len(tokens), max_len, params=params, seed=seed,
-                             text=Detokenizer(params.stop), arrival_time=self.clock())
+                             text=Detokenizer(params.stop), acceptance=Acceptance(self.acceptance), arrival_time=self.clock())
 
     def abort(self, request_id):
         """End a request in any state, between two steps. True if it was alive. Its blocks are free at once; its last output
@@ -735,10 +746,7 @@ class Engine:
 
         # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
         if self.drafter:
-            for request in self.scheduler.running:
-                room = request.max_len - len(request.tokens) - 1        # the bonus token needs a place, too
-                if request.num_missing == 1:
-                    request.drafts = self.drafter.guess(request, min(self.config.num_draft_tokens, room))
+            self._ask_for_guesses()
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
         if not scheduled:
@@ -746,6 +754,8 @@ class Engine:
         before_draft = self.clock()
         if self.drafter:
             self.drafter.fill([request for request, _ in scheduled if request.drafts])
+            depth = max(len(request.drafts) for request, _ in scheduled)
+            self.draft_cost.add(depth, self.clock() - before_draft)
 
         # 2) All their tokens end to end. Who reaches its last token has something to sample from: a row for that token,
         #    and one for each guess behind it.
@@ -761,6 +771,7 @@ class Engine:
         self.stats.count_step(scheduled, before)
         logits = to_numpy(self.model.forward(batch, self.cache))        # [S, V]
         after = self.clock()
+        self.pass_cost.add(len(batch.tokens), after - before)
         if self.drafter:
             self.drafter.follow(sequences)
             self.stats.draft_seconds += before - before_draft + self.clock() - after
@@ -775,6 +786,19 @@ class Engine:
             first += rows
         self.stats.count_time(started, after - before, self.clock())
         return self._take_outbox()
+
+    def _ask_for_guesses(self):
+        """Before scheduling: how many guesses each stream would like to have checked."""
+        streams = [request for request in self.scheduler.running if request.num_missing == 1]
+        wanted = [self.config.num_draft_tokens] * len(streams)
+        if self.config.num_draft_tokens == "auto":
+            others = sum(min(request.num_missing, self.scheduler.chunk) for request in self.scheduler.running) - len(streams)
+            others = min(others, self.config.max_num_batched_tokens - len(streams))
+            wanted = choose_drafts([request.acceptance.rate() for request in streams], others, self.pass_cost.line(),
+                                   self.draft_cost.line()[1], MOST_DRAFTS)
+        for request, k in zip(streams, wanted):
+            room = request.max_len - len(request.tokens) - 1            # the bonus token needs a place, too
+            request.drafts = self.drafter.guess(request, min(k, room))
 
     def _take_outbox(self):
         outputs, self._outbox = self._outbox, []
@@ -791,6 +815,8 @@ class Engine:
         tokens = verify([target_probs(row, request.params) for row in logits], drafts, request.draft_probs, request.seed,
                         position=len(request.tokens))
         self.stats.count_accepted(len(tokens) - 1)
+        for acceptance in (request.acceptance, self.acceptance):
+            acceptance.add(len(tokens) - 1, min(len(tokens), len(drafts)))      # guesses behind a wrong one were not judged
         new, text, reason = [], "", None
         for token in tokens:
             request.tokens.append(token)
@@ -1052,6 +1078,10 @@ def bench(args):
         run_bench(args.json, args.engine)
 
 
+def int_or_word(text):
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
 def add_flags(parser, config, skip=()):
     """A flag for every field of a config class. A flag that is not given leaves no trace (SUPPRESS): the class has the
     defaults, and a command's parser does not overwrite with them what stood before the command."""
@@ -1060,6 +1090,8 @@ def add_flags(parser, config, skip=()):
             continue
         text = f.metadata["help"] + ("" if f.default in (None, ()) else f" (default: {f.default})")
         kind = next(t for t in (bool, int, float, str, tuple) if t in (f.type, *typing.get_args(f.type)))
+        if str in typing.get_args(f.type) and kind is int:
+            kind = int_or_word
         how = {bool: {"action": argparse.BooleanOptionalAction}, tuple: {"action": "append"}}.get(kind, {"type": kind})
         parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, default=argparse.SUPPRESS, help=text, **how)
 

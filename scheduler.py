@@ -241,6 +241,37 @@ class Histogram:
         return {"count": sum(self.counts), "sum": self.sum, "buckets": dict(zip([*self.BOUNDS, "inf"], self.counts))}
 
 
+class Roofline:
+    """What a pass takes at best: max(FLOPs / peak, bytes / bandwidth) of a named GPU. A clock that can't be disturbed.
+
+    The rates are those of the makers' datasheets (SXM modules, dense half precision). No launch overhead, no inefficiency:
+    it tells which of the two bounds a pass, and how passes compare, not what a stopwatch would show.
+
+    >>> gpu = Roofline("h100", num_layers=12, width=768, vocab_size=50257)
+    >>> one, five = gpu.seconds([1], [100], 1), gpu.seconds([5], [104], 5)      # checking five costs what one costs
+    >>> round(one * 1e6, 1), round(five / one, 3)
+    (74.9, 1.001)
+    """
+
+    GPUS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12)}       # FLOP/s, bytes/s
+
+    def __init__(self, gpu, num_layers, width, vocab_size, itemsize=2):
+        self.peak, self.bandwidth = self.GPUS[gpu] if isinstance(gpu, str) else gpu
+        self.linear, self.head = 12 * num_layers * width ** 2, vocab_size * width       # parameters; every one is read once
+        self.kv, self.itemsize = 2 * num_layers * width, itemsize                       # numbers of K and V per token
+
+    def bounds(self, counts, contexts, num_logits):
+        """-> (seconds to compute, seconds to move). counts [R]: new tokens; contexts [R]: tokens in the cache afterwards."""
+        rows = sum(counts)
+        seen = sum(n * context - n * (n - 1) / 2 for n, context in zip(counts, contexts))       # (row, key) pairs
+        flops = 2 * self.linear * rows + 2 * self.head * num_logits + 2 * self.kv * seen
+        numbers = self.linear + self.head * (num_logits > 0) + self.kv * (sum(contexts) + rows)
+        return flops / self.peak, numbers * self.itemsize / self.bandwidth
+
+    def seconds(self, counts, contexts, num_logits):
+        return max(self.bounds(counts, contexts, num_logits))
+
+
 class Stats:
     """Counters since the start. The gauges are ratios of counters, so that they mean the same over any stretch of time.
 

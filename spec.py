@@ -262,6 +262,92 @@ class ModelDrafter:
 
 
 # ----------------------------------------------------------------------------------------------
+# how many guesses: num_draft_tokens="auto"
+
+
+class PassCost:
+    """Seconds of a pass as a + b * rows, fitted to the passes so far, the past fading.
+
+    On a large GPU b is almost 0 while the batch is small: checking five tokens costs what one costs. On a full batch, or a
+    CPU, it is not. Whatever clock the engine has decides: the wall's, or one that ticks by a GPU's datasheet.
+
+    >>> cost = PassCost()
+    >>> for rows in (1, 2, 3): cost.add(rows, 10 + 2 * rows)
+    >>> [round(x, 6) for x in cost.line()]
+    [10.0, 2.0]
+    """
+
+    def __init__(self):
+        self.sums = (0.0,) * 5                      # of 1, rows, rows^2, seconds, rows * seconds
+
+    def add(self, rows, seconds):
+        now = (1.0, rows, rows * rows, seconds, rows * seconds)
+        self.sums = tuple(0.98 * old + new for old, new in zip(self.sums, now))
+
+    def line(self):
+        """-> (a, b), by least squares."""
+        n, x, xx, y, xy = self.sums
+        spread = xx * n - x * x
+        b = max((xy * n - x * y) / spread, 0.0) if spread > 1e-9 * xx * n else 0.0      # always the same size: b unknown
+        return (max(y - b * x, 0.0) / n, b) if n else (1.0, 0.0)
+
+
+class Acceptance:
+    """How often guesses were right lately: counts that fade, held near a prior while they are small.
+
+    A request's prior is the engine's own figure, so a newcomer starts from what the others have learnt.
+
+    >>> everybody = Acceptance()
+    >>> everybody.add(9, 10)
+    >>> round(everybody.rate(), 3), round(Acceptance(everybody).rate(), 3)
+    (0.843, 0.843)
+    """
+
+    FADE, FIRST_GUESS, WEIGHT = 0.97, 0.7, 4.0          # WEIGHT: checks that outweigh the prior
+
+    def __init__(self, prior=None):
+        self.right, self.checked, self.prior = 0.0, 0.0, prior
+
+    def add(self, right, checked):
+        self.right, self.checked = self.FADE * self.right + right, self.FADE * self.checked + checked
+
+    def rate(self):
+        prior = self.prior.rate() if self.prior else self.FIRST_GUESS
+        return (self.right + self.WEIGHT * prior) / (self.checked + self.WEIGHT)
+
+
+def choose_drafts(rates, other_rows, line, draft_seconds, most):
+    """Guesses for each stream, such that the expected tokens per second are the most. -> list of k, some or all 0.
+
+    rates: the chance that a guess is right, for each stream; other_rows: rows of the pass that are not theirs; line: (a, b)
+    of the target's PassCost; draft_seconds: of one pass of the drafter.
+
+    A run survives to position i with probability rate^i, and that is what guess i adds to the expectation. So guesses are
+    taken in order of rate^i, over all streams, while each is worth its row. The drafter makes the guesses one after the
+    other for all streams at once: how deep it goes is a cost of its own, so every depth is tried.
+
+    >>> choose_drafts([0.9, 0.5, 0.1], 0, (1.0, 0.01), 0.05, most=6)        # rows are cheap: a good stream guesses far
+    [6, 4, 1]
+    >>> choose_drafts([0.9, 0.5, 0.1], 0, (1.0, 0.3), 0.05, most=6)         # rows are dear
+    [4, 0, 0]
+    >>> choose_drafts([0.9, 0.5, 0.1], 0, (1.0, 0.3), 2.0, most=6)          # the drafter is dear: no guesses at all
+    [0, 0, 0]
+    """
+    (a, b), best, best_value = line, [0] * len(rates), 0.0
+    for depth in range(most + 1):
+        guesses = sorted(((rate ** i, stream) for stream, rate in enumerate(rates) for i in range(1, depth + 1)), reverse=True)
+        counts, tokens = [0] * len(rates), float(len(rates))
+        seconds = a + b * (other_rows + len(rates)) + depth * draft_seconds
+        for gain, stream in guesses:
+            if gain * seconds <= tokens * b:                # (tokens + gain) / (seconds + b) <= tokens / seconds
+                break
+            counts[stream], tokens, seconds = counts[stream] + 1, tokens + gain, seconds + b
+        if tokens / seconds > best_value:
+            best, best_value = counts, tokens / seconds
+    return best
+
+
+# ----------------------------------------------------------------------------------------------
 # from tokens to text
 
 

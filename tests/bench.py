@@ -102,7 +102,7 @@ def seconds_on(device, function, repeat=20):
     return statistics.median(times)
 
 
-def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=2**30):
+def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=2**30, max_layers=10**6):
     """-> (GB/s of a copy, list of dicts: batch, context, microseconds, GB/s of K and V read, floor in microseconds)."""
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -112,7 +112,7 @@ def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=
     for sequences, context in shapes:
         blocks_each = -(-context // KERNEL_BLOCK_SIZE)
         read = 2 * sequences * context * H * D * dtype.itemsize                         # bytes of K and V in one layer
-        layers = max(1, min(12, 2**28 // read))                                         # visit several, so that no cache helps
+        layers = max(1, min(max_layers, 2**28 // read))                                 # visit so many that no cache helps
         cache = KVCache(layers, sequences * blocks_each, KERNEL_BLOCK_SIZE, H, D, dtype, device, "cuda")
         order = torch.randperm(sequences * blocks_each).view(sequences, blocks_each).tolist()
         batch = Batch.build([([0], context - 1, order[i], 1) for i in range(sequences)], KERNEL_BLOCK_SIZE)
@@ -123,7 +123,14 @@ def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=
             for layer in range(layers):
                 cache.attend(layer, q, k, v, batch)
 
-        seconds = seconds_on(device, one_pass) / layers
+        run = one_pass
+        if device.type == "cuda":           # a graph: from Python, launching would take longer than most of these kernels run
+            one_pass()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                one_pass()
+            run = graph.replay
+        seconds = seconds_on(device, run) / layers
         rows.append({"sequences": sequences, "context": context, "us": seconds * 1e6, "GB_per_s": read / seconds / 1e9,
                      "floor_us": read / copy_rate * 1e6, "splits": batch.launch_plan.splits})
     return copy_rate / 1e9, rows

@@ -11,6 +11,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def cpu_unless_marked_gpu(request, monkeypatch):
+    """A machine with a GPU runs the same tests as one without, and those marked gpu on it."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """(weights, tokenizer) of the embedded model."""

