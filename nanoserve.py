@@ -587,7 +587,7 @@ class ServedRequest(Request):
     text: Detokenizer = None
 
 
-MOST_DRAFTS = 8                         # with num_draft_tokens="auto"
+MOST_DRAFTS = 5                         # with num_draft_tokens="auto": what a longer run adds rarely pays for being tried
 
 
 class Engine:
@@ -814,7 +814,7 @@ class Engine:
         drafts, request.drafts = request.drafts, []
         tokens = verify([target_probs(row, request.params) for row in logits], drafts, request.draft_probs, request.seed,
                         position=len(request.tokens))
-        self.stats.count_accepted(len(tokens) - 1)
+        self.stats.count_run(len(drafts), len(tokens) - 1)
         for acceptance in (request.acceptance, self.acceptance):
             acceptance.add(len(tokens) - 1, min(len(tokens), len(drafts)))      # guesses behind a wrong one were not judged
         new, text, reason = [], "", None
@@ -1041,6 +1041,10 @@ goodput     {stats.goodput:5.0%}   tokens delivered per token position paid for
 KV peak     {stats.kv_peak / config.num_blocks:5.0%}   of {config.num_blocks} blocks
 prefix hits {stats.cached_tokens / prompts:5.0%}   of the prompt tokens were found in the cache: {stats.cached_tokens} of {prompts}
 preemptions {stats.preemptions:5}   which cost {stats.recomputed_tokens} tokens computed again""")
+    if stats.draft_tokens:
+        right = sum(stats.accepted_tokens)
+        print(f"guesses     {right / stats.draft_tokens:5.0%}   were right: {right} of {stats.draft_tokens}, so a pass gave a request "
+              f"{stats.tokens_per_pass:.2f} tokens")
 
 
 def generate(args):

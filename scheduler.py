@@ -283,8 +283,10 @@ class Stats:
 
     def __init__(self, scheduler):
         self._scheduler = scheduler
-        self.draft_tokens, self.accepted_tokens = 0, []             # guesses checked; accepted, by position in their run
-        self.draft_seconds = 0.0
+        self.draft_tokens = 0                                       # guesses checked
+        self.proposed_tokens, self.accepted_tokens = [], []         # runs that had an i-th guess; and in which it was accepted
+        self.runs = 0                                               # times that a request got one or more tokens from a pass
+        self.draft_seconds = 0.0                                    # in the drafter
         self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
         self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
         self.kv_peak = 0                                            # most blocks in use after scheduling a step
@@ -327,6 +329,11 @@ class Stats:
         """
         return self.delivered_tokens / max(self.scheduled_tokens + self.idle_seats, 1)
 
+    @property
+    def tokens_per_pass(self):
+        """Tokens a request gets from a pass that samples for it, the bonus token included: 1 without guesses."""
+        return self.delivered_tokens / max(self.runs, 1)
+
     def count_step(self, scheduled, now):
         """Book what `schedule` chose, before the forward pass, at the time `now`."""
         self.steps += 1
@@ -361,11 +368,13 @@ class Stats:
             self.itl.observe(0.0)
         request.last_token_time = now
 
-    def count_accepted(self, accepted):
-        """Book that the first `accepted` guesses of a run were right."""
-        self.accepted_tokens += [0] * (accepted - len(self.accepted_tokens))
-        for position in range(accepted):
-            self.accepted_tokens[position] += 1
+    def count_run(self, proposed, accepted):
+        """Book a run of `proposed` guesses, of which the first `accepted` were right. 0 of 0 is a plain decode."""
+        self.runs += 1
+        for counts, number in ((self.proposed_tokens, proposed), (self.accepted_tokens, accepted)):
+            counts += [0] * (proposed - len(counts))
+            for position in range(number):
+                counts[position] += 1
 
     def count_end(self, request, reason, now):
         self.finished[reason] += 1

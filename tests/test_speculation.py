@@ -1,15 +1,17 @@
 """Speculative decoding inside the engine: the same tokens when greedy, the same distribution when sampled."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, poison
+from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, on_roofline, poison
 from kvcache import Batch, KVCache
 from nanoserve import Engine, ModelConfig, SamplingParams, gpt2_reference
-from spec import ModelDrafter, NgramDrafter, target_probs
+from scheduler import Roofline
+from spec import ModelDrafter, NgramDrafter, choose_drafts, target_probs
 from test_engine import GHOST_WORK, SWITCHES, configuration, serve, tiny_engine
 
 
@@ -156,6 +158,8 @@ def test_accepted_per_position_adds_up():
     accepted, stats = engine.stats.accepted_tokens, engine.stats
     assert accepted == sorted(accepted, reverse=True) and len(accepted) <= 4
     assert stats.delivered_tokens == stats.steps + sum(accepted)        # each pass gives one token, and one per accepted guess
+    assert stats.tokens_per_pass == stats.delivered_tokens / stats.runs and stats.runs == stats.steps
+    assert sum(stats.proposed_tokens) == stats.draft_tokens and all(a <= p for a, p in zip(accepted, stats.proposed_tokens))
     assert 0 < stats.draft_seconds < stats.seconds
 
 
@@ -170,6 +174,49 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path, tiny):
     path.write_text(json.dumps(vocab), "utf-8")
     with pytest.raises(ValueError, match="another vocabulary"):
         Engine(drafter=str(tmp_path / "other"))
+
+
+# ----------------------------------------------------------------------------------------------
+# as many guesses as pay
+
+
+def test_auto_over_the_mix_of_texts():
+    """On the roofline clock, eight streams at a time: close to the best fixed number of guesses for each kind of text, none
+    at all included, and ahead of every single number over all kinds. The margin of 10 % is what learning costs on texts of
+    60 tokens."""
+    from bench_speculation import KINDS, serve, speed
+    speeds = {k: [speed(serve(prompts, 8, 0.0, 60, roofline=True, **({"drafter": "model", "num_draft_tokens": k} if k else {})))
+                  for prompts in KINDS.values()] for k in (None, 1, 2, 4, 6, "auto")}
+    overall = {k: np.exp(np.mean(np.log(values))) for k, values in speeds.items()}
+    best = np.max([values for k, values in speeds.items() if k != "auto"], axis=0)
+    assert (np.array(speeds["auto"]) >= 0.9 * best).all(), speeds
+    assert all(overall["auto"] > value for k, value in overall.items() if k != "auto"), overall
+
+
+def test_auto_gives_up_where_guessing_loses():
+    """A drafter as dear as the target, and never right: after a few tries there are almost no guesses, and the text is right."""
+    engine = SpeculatingGhost(drafter="model", num_draft_tokens="auto", num_blocks=64)
+    wrong = engine.drafter.forward
+    engine.drafter.forward = lambda sequences: np.roll(wrong(sequences), 1, axis=1)
+    on_roofline(engine, *[Roofline("h100", 12, 768, 50257)] * 2)
+    completions = engine.generate([[i] for i in range(8)], greedy(60))
+    assert [c.token_ids for c in completions] == [ghost_text([i], 60) for i in range(8)]
+    assert engine.stats.draft_tokens < 0.2 * engine.stats.delivered_tokens and sum(engine.stats.accepted_tokens) < 5
+
+
+def test_choosing_is_optimal_for_small_cases():
+    """Against trying every combination of numbers of guesses."""
+    r = np.random.default_rng(1)
+    for _ in range(60):
+        rates = r.uniform(0.05, 0.95, size=r.integers(1, 4)).tolist()
+        line, draft_seconds, others = (1.0, float(r.uniform(0, 0.5))), float(r.uniform(0, 0.4)), int(r.integers(0, 5))
+
+        def value(counts):
+            tokens = sum(sum(rate ** i for i in range(k + 1)) for rate, k in zip(rates, counts))
+            return tokens / (line[0] + line[1] * (others + len(rates) + sum(counts)) + draft_seconds * max(counts))
+
+        best = max(value(counts) for counts in itertools.product(range(5), repeat=len(rates)))
+        assert value(choose_drafts(rates, others, line, draft_seconds, most=4)) == pytest.approx(best, rel=1e-12)
 
 
 # ----------------------------------------------------------------------------------------------
