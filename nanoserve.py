@@ -890,7 +890,7 @@ def bar(share, width):
 class View:
     """Draws batch, pool and gauges after each step; every request is a letter."""
 
-    COLOURS = (167, 71, 68, 172, 133, 37, 168, 107, 103, 173, 74, 139)      # legible on black and on white
+    COLOURS = (161, 28, 27, 130, 133, 30, 196, 64, 99, 31, 65, 164)         # as legible on black as on white
 
     def __init__(self, engine):
         self.engine = engine
@@ -904,7 +904,7 @@ class View:
         return self.letters.setdefault(request_id, chr(ord("A") + len(self.letters) % 26))
 
     def paint(self, symbol, times=1):
-        colour = self.COLOURS[(ord(symbol) - ord("A")) % len(self.COLOURS)] if symbol.isalpha() else 245
+        colour = self.COLOURS[(ord(symbol) - ord("A")) % len(self.COLOURS)] if symbol.isalpha() else 243
         return f"\x1b[1;38;5;{colour}m{symbol * times}\x1b[0m"
 
     def pool(self):
