@@ -1,9 +1,11 @@
 """spec.py: from logits to tokens, and from tokens to text.
 
-What it does.  Turns a row of logits into a distribution (`target_probs`), a distribution into a token (`verify`), and
-tokens into text that is cut at a stop string (`Detokenizer`).
+What it does.  Turns a row of logits into a distribution (`target_probs`), guesses the next tokens (`NgramDrafter`,
+`ModelDrafter`) and how many of them pay (`choose_drafts`), checks guesses and draws tokens (`verify`), and turns tokens into
+text that is cut at a stop string (`Detokenizer`).
 
-What it does not know.  Batches, blocks, the model: a row of logits is a NumPy array.
+What it does not know.  Batches, blocks, how a model computes: a row of logits is a NumPy array, and a draft model is a
+function that returns some.
 
 The idea (speculative sampling: Leviathan et al. 2023, Chen et al. 2023).  A pass that checks k guessed tokens and one
 more costs little more than a pass for one token. Row i of the pass gives the target's distribution after i guesses:
@@ -23,8 +25,15 @@ Invariants.
   - The pieces of text that a Detokenizer hands out concatenate to the final text; nothing of a stop string, and no
     half of a character, is ever handed out.
 
+A guess is a token like any other until it is refused: it has a place in the batch, a slot for its K and V, a share of the
+token budget. Refused, it is forgotten, and the next step overwrites its slot. In a run of guesses each stands on those
+before it, so a run survives to position i with probability rate^i, if each is right with probability rate.
+
 Policies.  Distributions are float64: softmax over 50,257 float32 logits loses digits that a draw can see. Ties at the
-edge of top-k are all kept; of equals at the edge of top-p, those with the lowest ids.
+edge of top-k are all kept; of equals at the edge of top-p, those with the lowest ids. Rejected: trees of guesses (Medusa,
+EAGLE), which check several continuations in one pass: more tokens a pass, and a mask that hides the idea.
+
+Limits.  The draft model computes all that the target computes, also while nobody asks it for guesses.
 """
 
 import codecs
