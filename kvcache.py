@@ -449,36 +449,18 @@ class LaunchPlan:
 
     @classmethod
     def make(cls, batch, H, G, D, device):
-        """For a Batch of this step."""
         arrays = [torch.from_numpy(array.astype(np.int32)).to(device)
                   for array in (batch.slots, batch.sequences, batch.positions, batch.query_start, batch.block_tables)]
         rows_of = np.diff(batch.query_start) * (H // G)                                     # [R]
         tiles = {rows: [(r, first) for r, n in enumerate(rows_of) if (n > 1) == (rows > 1) for first in range(0, n, rows)]
                  for rows in TILE_ROWS}
-        tiles = {rows: torch.tensor(t, dtype=torch.int32, device=device) for rows, t in tiles.items() if t}
-        splits = cls.num_splits(G * sum(map(len, tiles.values())), batch.context_len.max(), device)
-        return cls(*arrays, tiles, splits, cls.workspace(len(batch.tokens), H, splits, D, device))
-
-    @classmethod
-    def padding(cls, size, table_width, max_context, H, G, D, device):
-        """For `size` decodes that are not there: every slot, sequence and tile is -1."""
-        filled = lambda value, *shape: torch.full(shape, value, dtype=torch.int32, device=device)
-        rows = 1 if H == G else TILE_ROWS[-1]
-        splits = cls.num_splits(G * size * -(-(H // G) // rows), max_context, device)
-        first_rows = range(0, H // G, rows)
-        tiles = torch.tensor([(-1, first) for _ in range(size) for first in first_rows], dtype=torch.int32, device=device)
-        return cls(filled(-1, size), filled(-1, size), filled(0, size), torch.arange(size + 1, dtype=torch.int32, device=device),
-                   filled(0, size, table_width), {rows: tiles}, splits, cls.workspace(size, H, splits, D, device))
-
-    @staticmethod
-    def num_splits(blocks, max_context, device):
-        """Thread blocks enough to fill every processor four times over, but no shorter runs of keys than pay."""
+        # Thread blocks enough to fill every processor four times over, but no shorter runs of keys than pay.
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-        return int(max(1, min(4 * processors // blocks, max_context // MIN_KEYS_PER_SPLIT)))
-
-    @staticmethod
-    def workspace(T, H, splits, D, device):
-        return torch.empty((T, H, splits, D + 2) if splits > 1 else (1,), dtype=torch.float32, device=device)
+        splits = min(4 * processors // (G * sum(map(len, tiles.values()))), batch.context_len.max() // MIN_KEYS_PER_SPLIT)
+        splits = max(1, int(splits))
+        partial = torch.empty((len(batch.tokens), H, splits, D + 2) if splits > 1 else 1, dtype=torch.float32, device=device)
+        tiles = {rows: torch.tensor(t, dtype=torch.int32, device=device) for rows, t in tiles.items() if t}
+        return cls(*arrays, tiles, splits, partial)
 
 
 def write_cuda(k_cache, v_cache, k, v, plan):
@@ -503,17 +485,6 @@ def attention_cuda(q, k_cache, v_cache, batch):
                np.int32(plan.block_tables.shape[1]), plan.query_start, plan.positions, tiles, np.float32(D ** -0.5), np.int32(H // G))
     if plan.splits > 1:
         launch(kernels[f"merge_splits{instance}>"], (H, T, 1), (D, 1, 1), out, plan.partial, plan.sequences, np.int32(plan.splits))
-    return out
-
-
-def attention_cuda_simple(q, k_cache, v_cache, batch):
-    """The same by the kernel to be read first. The tests run it; the engine does not."""
-    (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
-    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
-    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
-    launch(kernels[f"paged_attention_simple{instance}>"], (H, T, 1), (D, 1, 1), out, q, np.int32(q.stride(0)), k_cache, v_cache,
-           plan.block_tables, np.int32(plan.block_tables.shape[1]), plan.sequences, plan.positions, np.float32(D ** -0.5),
-           np.int32(H // G))
     return out
 
 
@@ -560,11 +531,13 @@ class DecodeGraphs:
     def _record(self, size, cache):
         """Run the model on nothing but padding, so that all is compiled, loaded and allocated, and once more to record it.
         -> (inputs, replay, logits [size, V])"""
-        G, D, device = *cache.k.shape[3:], cache.k.device
-        width = math.ceil(self.config.context_length / cache.k.shape[2])
-        plan = LaunchPlan.padding(size, width, self.config.context_length, self.config.num_heads, G, D, device)
-        inputs = SimpleNamespace(tokens=torch.zeros(size, dtype=torch.int64, device=device),
-                                 positions=torch.zeros(size, dtype=torch.int64, device=device), launch_plan=plan)
+        (block_size, G, D), device, longest = cache.k.shape[2:], cache.k.device, self.config.context_length
+        table = [0] * math.ceil(longest / block_size)
+        batch = Batch.build([([0], longest - 1, table, 1)] * size, block_size)      # the largest that can come ...
+        plan = LaunchPlan.make(batch, self.config.num_heads, G, D, device)
+        plan.slots[:], plan.sequences[:] = -1, -1                                   # ... and none of it is there
+        inputs = SimpleNamespace(tokens=torch.from_numpy(batch.tokens).to(device),
+                                 positions=torch.from_numpy(batch.positions).to(device), launch_plan=plan)
 
         def run():
             for tiles in plan.tiles.values():   # a decode is its own sequence, or -1

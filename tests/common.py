@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvcache import KVCache
+from kvcache import KERNEL_TYPES, KVCache, launch, load_kernels
 from nanoserve import Engine, ModelConfig, SamplingParams
 
 
@@ -136,3 +136,18 @@ def on_roofline(engine, target, draft=None):
 
         engine.drafter.forward = timed_guess
     return engine
+
+
+# ----------------------------------------------------------------------------------------------
+# the simple kernel: the engine does not use it
+
+
+def attention_cuda_simple(q, k_cache, v_cache, batch):
+    """kvcache.attention_cuda by the kernel that is there to be read first."""
+    (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
+    kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    launch(kernels[f"paged_attention_simple{instance}>"], (H, T, 1), (D, 1, 1), out, q, np.int32(q.stride(0)), k_cache, v_cache,
+           plan.block_tables, np.int32(plan.block_tables.shape[1]), plan.sequences, plan.positions, np.float32(D ** -0.5),
+           np.int32(H // G))
+    return out

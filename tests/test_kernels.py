@@ -14,9 +14,9 @@ import torch
 
 import cpu_module
 import kvcache
-from common import assert_close, greedy, poison
+from common import assert_close, attention_cuda_simple, greedy, poison
 from conftest import ROOT
-from kvcache import Batch, DecodeGraphs, KVCache, LaunchPlan, attention_cuda_simple, attention_numpy
+from kvcache import Batch, DecodeGraphs, KVCache, attention_numpy
 from nanoserve import GPT2, Engine, SamplingParams
 
 CODE = (ROOT / "kernels.cu").read_text("utf-8")
@@ -170,8 +170,9 @@ def test_padded_decodes_of_grouped_heads(on_cpu):
     """The frozen plan has the tiles of grouped heads, too."""
     batch, q, k, v, cache = case([(20, 1), (3, 1), (40, 1)], 6, 1, 32, torch.float32)
     expected = cache.attend(0, q, k, v, batch)
-    inputs = SimpleNamespace(tokens=torch.zeros(4, dtype=torch.int64), positions=torch.zeros(4, dtype=torch.int64),
-                             launch_plan=LaunchPlan.padding(4, 32, 512, 6, 1, 32, torch.device("cpu")))
+    seen = []
+    model = SimpleNamespace(config=SimpleNamespace(num_heads=6, context_length=512), compute=lambda *arguments: seen.append(arguments))
+    inputs, _, _ = DecodeGraphs(model, capture=False)._record(4, cache)
     DecodeGraphs._fill(inputs, batch)
     for tiles in inputs.launch_plan.tiles.values():
         tiles[:, 0] = inputs.launch_plan.sequences.repeat_interleave(len(tiles) // 4)
