@@ -325,7 +325,7 @@ def load_weights(folder):
     """Read config.json and model.safetensors of a GPT-2 folder -> Weights. The output head is the embedding (tied)."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"model={str(folder)!r}: no such folder; use 'tiny', 'gpt2' or a folder with GPT-2's files")
+        raise ValueError(f"{str(folder)!r}: no such folder; a model is 'tiny', 'gpt2' or a folder with GPT-2's files")
     config = ModelConfig.load(folder / "config.json")
     path = folder / "model.safetensors"
     with reading(path):
@@ -653,9 +653,12 @@ class Engine:
         if tokenizer.ids != self.tokenizer.ids:
             raise ValueError(f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
 
-        block_size = self.config.block_size     # not self in the closure: an engine in a cycle of references would outlive its use
+        # No self in the closure: an engine in a cycle of references would outlive its use.
+        block_size, last_id = self.config.block_size, model.config.vocab_size - 1
 
         def forward(sequences):
+            # The target may know more ids (an embedding padded to a round number): the draft takes them for its last one.
+            sequences = [(np.minimum(tokens, last_id), *rest) for tokens, *rest in sequences]
             return to_numpy(model.forward(Batch.build(sequences, block_size), cache))
 
         return ModelDrafter(forward, model.config.context_length, self.model.config.vocab_size)
@@ -745,17 +748,19 @@ class Engine:
         started = self.clock()
 
         # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
+        draft_seconds = 0.0
         if self.drafter:
             self._ask_for_guesses()
+            draft_seconds = self.clock() - started
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
         if not scheduled:
             return self._take_outbox()
-        before_draft = self.clock()
         if self.drafter:
+            before = self.clock()
             self.drafter.fill([request for request, _ in scheduled if request.drafts])
-            depth = max(len(request.drafts) for request, _ in scheduled)
-            self.draft_cost.add(depth, self.clock() - before_draft)
+            self.draft_cost.add(max(len(request.drafts) for request, _ in scheduled), self.clock() - before)
+            draft_seconds += self.clock() - before
 
         # 2) All their tokens end to end. Who reaches its last token has something to sample from: a row for that token,
         #    and one for each guess behind it.
@@ -774,7 +779,7 @@ class Engine:
         self.pass_cost.add(len(batch.tokens), after - before)
         if self.drafter:
             self.drafter.follow(sequences)
-            self.stats.draft_seconds += before - before_draft + self.clock() - after
+            self.stats.draft_seconds += draft_seconds + self.clock() - after
 
         # 4) Logits to tokens to text, request by request; the rest of a prompt only moves on.
         first = 0
@@ -809,12 +814,15 @@ class Engine:
 
         logits [k + 1, V] -> StepOutput.
         """
-        if not np.isfinite(logits).all():
+        guesses, request.drafts = request.drafts, []
+        finite = np.isfinite(logits).all(axis=1)
+        usable = len(finite) if finite.all() else int(finite.argmin())      # rows behind a broken one may never be asked for
+        if not usable:
             return self._finish(request, [], "", "error", "the model produced logits that are not finite numbers")
-        drafts, request.drafts = request.drafts, []
+        drafts, logits = guesses[:usable - 1], logits[:usable]
         tokens = verify([target_probs(row, request.params) for row in logits], drafts, request.draft_probs, request.seed,
                         position=len(request.tokens))
-        self.stats.count_run(len(drafts), len(tokens) - 1)
+        self.stats.count_run(len(guesses), len(tokens) - 1)
         for acceptance in (request.acceptance, self.acceptance):
             acceptance.add(len(tokens) - 1, min(len(tokens), len(drafts)))      # guesses behind a wrong one were not judged
         new, text, reason = [], "", None
@@ -830,7 +838,7 @@ class Engine:
                 break               # what was accepted beyond a stop is not part of the answer
         self.stats.count_tokens(request, len(new), now)
         # Before finish() gives the blocks away: of the n computed positions, those of accepted and kept tokens are published.
-        self.scheduler.advance(request, n - len(drafts) + min(len(tokens) - 1, len(new)))
+        self.scheduler.advance(request, n - len(guesses) + min(len(tokens) - 1, len(new)))
         return self._finish(request, new, text, reason) if reason else StepOutput(request.request_id, new, text)
 
     def _finish(self, request, new, text, reason, error=None):
@@ -962,7 +970,7 @@ class View:
         per_line = math.ceil(len(symbols) / math.ceil(len(symbols) / 39))
         lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)]
         lines += ["", f"batch: {sum(n for _, _, n in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
-                  "one letter: a decode, several: a chunk of a prompt",
+                  "one letter: a decode, several: a prompt or guesses",
                   " " + "".join(self.paint(self.letter(r.request_id), math.ceil(n / unit)) for r, _, n in self.engine.last_batch),
                   "", f"waiting:{queue or ' nobody'}", *(f"{event:.79}" for event in self.recent), *[""] * (4 - len(self.recent))]
         return lines + [self.row(request) for request in scheduler.running] + [""] * (config.max_num_seqs - stats.running)

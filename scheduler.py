@@ -17,7 +17,7 @@ sampled last, whose K/V do not exist yet. So there is no prefill mode and no dec
     [len(tokens), len(tokens) + len(drafts))      guesses (speculative decoding)     this step, kept if accepted
 
 Each running request owns one token of the budget, so nobody's stream ever stops; what is left over, `spare`, goes to
-those who are further behind, and then to newcomers.
+those who are further behind, then to newcomers, and last to guesses.
 
 Invariants (`Scheduler.check`).
   - Scheduled tokens, drafts included, stay within the budget; at most min(max_num_seqs, budget) requests run.
@@ -129,18 +129,14 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: request.num_missing > 1):
             if not request.block_table:
                 continue                                                # preempted a moment ago, by an older one
-            n = 1 + min(request.num_missing + len(request.drafts) - 1, self.chunk - 1, spare)
+            n = 1 + min(request.num_missing - 1, self.chunk - 1, spare)
             while not self.pool.allocate(request.block_table, request.num_computed_tokens + n):
-                if n > request.num_missing:
-                    n = request.num_missing                             # a guess is not worth anybody's K/V
-                    continue
                 victim = self.running[-1]
                 spare += chosen.pop(victim, 1)                          # what it was given, or its one token
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
-                del request.drafts[max(n - request.num_missing, 0):]
                 chosen[request] = n
                 spare -= n - 1
 
@@ -157,6 +153,16 @@ class Scheduler:
             self._admit(request, len(hits) * self.pool.block_size)
             chosen[request] = n = min(request.num_missing, self.chunk, spare)
             spare -= n
+
+        # 3) Guesses get what budget and blocks are left: none is worth anybody's K/V, prompt or admission.
+        for request, n in chosen.items():
+            room = min(len(request.drafts), self.chunk - n, spare) if n == request.num_missing else 0
+            end = request.num_computed_tokens + n
+            if not self.pool.allocate(request.block_table, end + room):
+                room = min(room, len(request.block_table) * self.pool.block_size - end)         # what its own blocks still hold
+            del request.drafts[room:]
+            chosen[request] += room
+            spare -= room
 
         self.scheduled = list(chosen.items())
         return self.scheduled
@@ -284,9 +290,10 @@ class Stats:
     def __init__(self, scheduler):
         self._scheduler = scheduler
         self.draft_tokens = 0                                       # guesses checked
-        self.proposed_tokens, self.accepted_tokens = [], []         # runs that had an i-th guess; and in which it was accepted
+        # Runs that had an i-th guess, and in which it was accepted (if behind a stop, it was not delivered all the same).
+        self.proposed_tokens, self.accepted_tokens = [], []
         self.runs = 0                                               # times that a request got one or more tokens from a pass
-        self.draft_seconds = 0.0                                    # in the drafter
+        self.draft_seconds = 0.0                                    # in the drafter, its passes and its searching
         self.steps = self.prefill_tokens = self.decode_tokens = self.recomputed_tokens = self.cached_tokens = 0
         self.delivered_tokens = self.scheduled_tokens = self.scheduled_seqs = self.idle_seats = 0
         self.kv_peak = 0                                            # most blocks in use after scheduling a step
@@ -306,7 +313,7 @@ class Stats:
 
     @property
     def busy(self):
-        """Share of the time since the first step in which a forward pass was running: what a dashboard calls GPU use."""
+        """Share of the time since the first step in which a pass of the model ran: what a dashboard calls GPU use."""
         return self.model_seconds / max(self.seconds, 1e-9)
 
     @property

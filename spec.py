@@ -198,7 +198,7 @@ def verify(target, drafts, draft_probs, seed, position):
 
 
 class NgramDrafter:
-    """What followed the last few tokens when they occurred before (prompt lookup, Saxena 2023). Costs nothing to run.
+    """What followed the last few tokens when they occurred before (prompt lookup, Saxena 2023). Needs no model.
 
     The longest suffix of up to MAX_N tokens that occurs earlier in the request, prompt or output; of several occurrences
     the latest, since text resembles its neighbourhood. It has to be followed by something, so the suffix never finds
@@ -259,7 +259,8 @@ class ModelDrafter:
             logits = self.forward([([request.drafts[i - 1] if i else request.tokens[-1]], len(request.tokens) - 1 + i,
                                     request.block_table, 1) for request in active])
             for request, row in zip(active, logits):
-                probs = target_probs(row, request.params)
+                # The target judges every guess, so a draft that overflows or has other ids only guesses badly.
+                probs = target_probs(np.nan_to_num(row[:self.vocab_size]), request.params)
                 request.draft_probs[i, :len(probs)] = probs
                 request.drafts[i] = sample(probs, draw(request.seed, len(request.tokens) + i, DRAFT))
 
@@ -298,7 +299,7 @@ class PassCost:
         n, x, xx, y, xy = self.sums
         spread = xx * n - x * x
         b = max((xy * n - x * y) / spread, 0.0) if spread > 1e-9 * xx * n else 0.0      # always the same size: b unknown
-        return (max(y - b * x, 0.0) / n, b) if n else (1.0, 0.0)
+        return (max((y - b * x) / n, 1e-9), b) if n else (1.0, 0.0)           # a pass is never free
 
 
 class Acceptance:
@@ -331,7 +332,8 @@ def choose_drafts(rates, other_rows, line, draft_seconds, most):
     rates: the chance that a guess is right, for each stream; other_rows: rows of the pass that are not theirs; line: (a, b)
     of the target's PassCost; draft_seconds: of one pass of the drafter.
 
-    A run survives to position i with probability rate^i, and that is what guess i adds to the expectation. So guesses are
+    It thinks of this step only: of nobody who waits, and of no stream's end. A run survives to position i with probability
+    rate^i, and that is what guess i adds to the expectation. So guesses are
     taken in order of rate^i, over all streams, while each is worth its row. The drafter makes the guesses one after the
     other for all streams at once: how deep it goes is a cost of its own, so every depth is tried.
 

@@ -105,23 +105,34 @@ def test_guesses_are_dropped_before_anybody_is_preempted():
     add(scheduler, 6), add(scheduler, 6)
     step(scheduler)
     old, young = scheduler.running
-    young.drafts, old.drafts = [1, 2], [1]                                  # positions 7 and 8 need a fifth block, 7 does not
-    assert [(r.request_id, n) for r, n in scheduler.schedule()] == [("r0", 2), ("r1", 1)]
-    assert (old.drafts, young.drafts) == ([1], []) and not scheduler.preempted
+    young.drafts, old.drafts = [1, 2], [1]                                  # position 8 needs a fifth block, 7 does not
+    assert [(r.request_id, n) for r, n in scheduler.schedule()] == [("r0", 2), ("r1", 2)]
+    assert (old.drafts, young.drafts) == ([1], [1]) and not scheduler.preempted
 
 
 def test_guesses_share_the_budget():
-    """Guesses take what the budget has left, after everybody's one token, before chunks; the rest is cut off."""
+    """Guesses take what budget is left when streams, prompts and newcomers have theirs; the rest of them is cut off."""
     scheduler = make(budget=8)
     for _ in range(3):
         add(scheduler, 2)
     step(scheduler), step(scheduler)
-    add(scheduler, 20, name="prompt")
-    step(scheduler)
-    for request in scheduler.running[:3]:
+    for request in scheduler.running:
         request.drafts = [7, 7, 7]
-    assert {r.request_id: n for r, n in scheduler.schedule()} == {"r0": 4, "r1": 2, "r2": 1, "prompt": 1}
-    assert [len(r.drafts) for r in scheduler.running] == [3, 1, 0, 0]
+    assert {r.request_id: n for r, n in scheduler.schedule()} == {"r0": 4, "r1": 3, "r2": 1}
+    assert [len(r.drafts) for r in scheduler.running] == [3, 2, 0]
+    add(scheduler, 20, name="prompt")
+    for request in scheduler.running:
+        request.drafts = [7, 7, 7]
+    assert {r.request_id: n for r, n in scheduler.schedule()} == {"r0": 1, "r1": 1, "r2": 1, "prompt": 5}
+
+
+def test_a_guess_preempts_nobody():
+    """A stream's guesses fit into the block that its neighbour is about to need: the neighbour gets it."""
+    scheduler = make(num_blocks=4, block_size=4)
+    first, second = add(scheduler, 4), add(scheduler, 4)
+    step(scheduler)
+    first.drafts = [5] * 4
+    assert [(r.request_id, n) for r, n in scheduler.schedule()] == [("r0", 4), ("r1", 1)] and not scheduler.preempted
 
 
 def test_a_victim_that_was_already_scheduled_gives_its_tokens_back():

@@ -11,7 +11,7 @@ from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_tex
 from kvcache import Batch, KVCache
 from nanoserve import Engine, ModelConfig, SamplingParams, gpt2_reference
 from scheduler import Roofline
-from spec import ModelDrafter, NgramDrafter, choose_drafts, target_probs
+from spec import ModelDrafter, NgramDrafter, PassCost, choose_drafts, target_probs
 from test_engine import GHOST_WORK, SWITCHES, configuration, serve, tiny_engine
 
 
@@ -161,6 +161,47 @@ def test_accepted_per_position_adds_up():
     assert stats.tokens_per_pass == stats.delivered_tokens / stats.runs and stats.runs == stats.steps
     assert sum(stats.proposed_tokens) == stats.draft_tokens and all(a <= p for a, p in zip(accepted, stats.proposed_tokens))
     assert 0 < stats.draft_seconds < stats.seconds
+
+
+def test_a_broken_draft_only_guesses_badly():
+    """NaN from the drafter, and ids that it does not know: the text is the target's all the same."""
+    plain = Engine().generate("def add_", greedy(20))[0].token_ids
+    engine = Engine(drafter="model")
+    forward = engine.drafter.forward
+    engine.drafter.forward = lambda sequences: forward(sequences) * np.nan
+    assert engine.generate("def add_", greedy(20))[0].token_ids == plain
+    sampled = [e.generate("Once", SamplingParams(max_tokens=40, seed=1))[0].token_ids for e in (Engine(), engine)]
+    assert sampled[1].count(1023) == sampled[0].count(1023)
+    [completion] = Engine(model="gpt2", drafter="model", num_blocks=8).generate([[40000, 5]], greedy(3))
+    assert len(completion.token_ids) == 3
+
+
+def test_nan_behind_a_refused_guess_is_nobodys_error():
+    """A pass without guesses would never have computed that row."""
+    engine = SpeculatingGhost(drafter="ngram", num_blocks=16)
+    forward = engine.model.forward
+
+    def broken(batch, cache):
+        logits = forward(batch, cache)
+        for first, last in zip(batch.query_start, batch.query_start[1:]):
+            if last - first > 1 and len(logits) == last - first:
+                logits[1:] = float("nan")                       # every row behind the first guess
+        return logits
+
+    engine.model.forward = broken
+    [completion] = engine.generate([[7, 8, 9] * 6], greedy(9))
+    assert completion.token_ids == ghost_text([7, 8, 9] * 6, 9) and engine.stats.draft_tokens
+
+
+def test_the_cost_of_a_pass_is_never_zero():
+    """Times that fall with the size of the pass, or a clock that stands still, must not divide by it."""
+    cost = PassCost()
+    for rows, seconds in ((1, 1.0), (4, 4.4), (2, 2.1)):
+        cost.add(rows, seconds)
+    assert cost.line()[0] > 0 and choose_drafts([], 0, cost.line(), 0.0, 5) == []
+    engine = SpeculatingGhost(drafter="model", num_draft_tokens="auto", num_blocks=16)
+    engine.clock = lambda: 0.0
+    assert engine.generate([[1, 2]], greedy(20))[0].token_ids == ghost_text([1, 2], 20)
 
 
 def test_a_drafter_with_another_vocabulary_is_refused(tmp_path, tiny):
