@@ -344,8 +344,9 @@ class KVCache:
             self.k = torch.zeros(shape, dtype=dtype, device=device)
             self.v = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, TypeError):       # TypeError: more than 64 bits
-            raise ValueError(f"num_blocks={num_blocks}: a pool of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB is more "
-                             "memory than can be had: lower num_blocks or block_size") from None
+            size = 2 * math.prod(shape) * dtype.itemsize / 2**30
+            raise ValueError(f"num_blocks={num_blocks}: a pool of {size:,.1f} GiB is more memory than can be had: lower "
+                             "num_blocks or block_size") from None
         self.attention_name, self.attention = attention, ATTENTION[attention]
         if attention == "cuda":
             load_kernels(dtype, head_dim, block_size, self.k.device)        # compile before anything is served
@@ -418,8 +419,9 @@ def has_kernels(dtype, head_dim, block_size):
 def load_kernels(dtype, head_dim, block_size, device):
     """All kernels for one kind of cache, compiled once. ValueError for a kind that kernels.cu has no instance of."""
     if not has_kernels(dtype, head_dim, block_size):
-        raise ValueError(f"attention='cuda' can't do {dtype}, head_dim {head_dim}, block_size {block_size}: kernels.cu has float32, "
-                         f"float16 and bfloat16, head_dim {KERNEL_HEAD_DIMS}, block_size {KERNEL_BLOCK_SIZE}; use attention='torch'")
+        raise ValueError(f"attention='cuda' can't do {dtype}, head_dim {head_dim}, block_size {block_size}: kernels.cu has "
+                         f"float32, float16 and bfloat16, head_dim {KERNEL_HEAD_DIMS}, block_size {KERNEL_BLOCK_SIZE}; use "
+                         "attention='torch'")
     code = Path(__file__).with_name("kernels.cu").read_text("utf-8")
     return compile_kernels(code, kernel_names(dtype, head_dim), device)
 
@@ -479,12 +481,15 @@ def attention_cuda(q, k_cache, v_cache, batch):
     (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
     kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    q_stride, table_width = np.int32(q.stride(0)), np.int32(plan.block_tables.shape[1])
+    scale, group = np.float32(D ** -0.5), np.int32(H // G)
     for rows, tiles in plan.tiles.items():
         launch(kernels[f"paged_attention{instance}, {rows}>"], (G, len(tiles), plan.splits), (128, 1, 1),
-               out, plan.partial, q, np.int32(q.stride(0)), k_cache, v_cache, plan.block_tables,
-               np.int32(plan.block_tables.shape[1]), plan.query_start, plan.positions, tiles, np.float32(D ** -0.5), np.int32(H // G))
+               out, plan.partial, q, q_stride, k_cache, v_cache, plan.block_tables, table_width,
+               plan.query_start, plan.positions, tiles, scale, group)
     if plan.splits > 1:
-        launch(kernels[f"merge_splits{instance}>"], (H, T, 1), (D, 1, 1), out, plan.partial, plan.sequences, np.int32(plan.splits))
+        launch(kernels[f"merge_splits{instance}>"], (H, T, 1), (D, 1, 1),
+               out, plan.partial, plan.sequences, np.int32(plan.splits))
     return out
 
 
@@ -524,7 +529,7 @@ class DecodeGraphs:
         inputs, replay, logits = self.graphs[key]
         self._fill(inputs, batch)
         replay()
-        if len(batch.logit_rows) == R:          # as good as always: a decode of one token has logits, unless a chunk is that short
+        if len(batch.logit_rows) == R:          # unless one of them is a prompt whose chunk is a single token
             return logits[:R].clone()
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 

@@ -1,6 +1,6 @@
 """nanoserve.py: the model, the engine and the command line.
 
-What it does.  Loads a GPT-2 (`load_weights`) and its tokenizer, runs it over a ragged batch (`GPT2`), and turns the crank:
+What it does.  Loads a GPT-2 (`load_weights`), runs it over a ragged batch (`GPT2`), and turns the crank:
 `Engine.step` asks the scheduler who computes what, makes one forward pass, turns logits into tokens and tokens into
 text. `python nanoserve.py` does it before your eyes.
 
@@ -27,24 +27,20 @@ Limits.  GPT-2's architecture only, one device, no quantisation.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import functools
-import heapq
 import importlib.util
 import json
 import math
 import mmap
 import os
-import re
 import shutil
 import sys
 import textwrap
 import time
 import typing
-import unicodedata
 from collections import deque
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -53,176 +49,12 @@ import torch.nn.functional as F
 
 from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels
 from scheduler import Request, Scheduler, Stats
-from spec import Acceptance, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, choose_drafts, target_probs, verify
+from spec import (Acceptance, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, Tokenizer, choose_drafts,
+                  reading, target_probs, verify)
 
 EMBEDDED = Path(__file__).parent / "weights"
 
 # Dimensions: T tokens in the step, S rows that are sampled, V vocabulary, E embedding width, H heads, D head_dim (E = H D).
-
-
-# ----------------------------------------------------------------------------------------------
-# files
-
-
-@contextlib.contextmanager
-def reading(path):
-    """Whatever goes wrong while a file is read and understood becomes one sentence that starts with its name."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a model folder holds config.json, model.safetensors, vocab.json and "
-                         "merges.txt") from None
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
-        raise ValueError(f"{path} is not what a GPT-2 folder holds: {error!r}") from None
-
-
-# ----------------------------------------------------------------------------------------------
-# tokenizer: byte-level BPE (Sennrich et al. 2016), identical to GPT-2's
-#
-#   text --pretokenize--> pieces --UTF-8--> bytes --merges, in the order they were learnt--> tokens --vocab--> ids
-
-
-def _byte_alphabet():
-    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else 256, 257, ..."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    stand_in = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    return [stand_in[b] for b in range(256)]
-
-
-BYTE_TO_CHAR = _byte_alphabet()
-
-
-class _CharClass(dict):
-    """For str.translate: every non-ASCII character becomes an ASCII one of its kind.
-
-    GPT-2's pattern asks for Unicode's letters and numbers, which Python's re can't. So it runs over a shadow of the text:
-    a letter is "a", a number "0", a blank a newline, anything else "!". The shadow is as long as the text, so the pieces
-    found in one are the pieces of the other. Categories come from unicodedata, one look per different character.
-    """
-
-    def __missing__(self, code):
-        char = chr(code)
-        if code >= 128:
-            char = {"L": "a", "N": "0"}.get(unicodedata.category(char)[0], "\n" if char.isspace() else "!")
-        self[code] = char
-        return char
-
-
-_CHAR_CLASS = _CharClass()
-_PIECE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[a-zA-Z]+| ?[0-9]+| ?[^\sa-zA-Z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-
-
-def pretokenize(text):
-    """Split text where GPT-2 does, before any merge: a merge never crosses the edge of a piece.
-
-    >>> pretokenize("I'll take 12  eggs!")
-    ['I', "'ll", ' take', ' 12', ' ', ' eggs', '!']
-    """
-    return [text[m.start():m.end()] for m in _PIECE.finditer(text.translate(_CHAR_CLASS))]
-
-
-class Tokenizer:
-    """Byte-level BPE with GPT-2's files. Text to ids and back; any bytes have ids, so nothing is ever unknown.
-
-    `<|endoftext|>` written in a text is encoded as the ordinary characters it is made of: only the engine
-    deals in the id `eos_id`, so no prompt can forge the end of a text.
-
-    >>> tokenizer = Tokenizer.load(EMBEDDED / "tiny")
-    >>> tokenizer.decode(tokenizer.encode("naïve 日本")), tokenizer.decode_bytes(tokenizer.encode(b"\\xff"))
-    ('naïve 日本', b'\\xff')
-    """
-
-    def __init__(self, vocab, merges):
-        """vocab: dict of token string -> id; merges: list of (left, right) in order of rank."""
-        char_to_byte = {c: b for b, c in enumerate(BYTE_TO_CHAR)}
-        self.eos_id = vocab["<|endoftext|>"]
-        self.ids = {bytes(char_to_byte[c] for c in token): i for token, i in vocab.items() if i != self.eos_id}
-        self.bytes = {i: token for token, i in self.ids.items()} | {self.eos_id: b""}
-        self.rank = {tuple(bytes(char_to_byte[c] for c in part) for part in pair): r for r, pair in enumerate(merges)}
-        self._remembered = functools.lru_cache(maxsize=65536)(self._merge)          # texts repeat their words
-
-    @classmethod
-    def load(cls, folder):
-        """Read vocab.json and merges.txt, and check that they belong together."""
-        path = Path(folder) / "vocab.json"
-        with reading(path):
-            vocab = json.loads(path.read_text("utf-8"))
-            ids = list(vocab.values())
-            if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
-                raise ValueError("the ids must be different integers, from 0")
-            for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
-                if token not in vocab:
-                    raise ValueError(f"the token {token!r} is missing")
-            strange = [token for token in vocab if not set(token) <= set(BYTE_TO_CHAR)]
-            if strange:
-                raise ValueError(f"the token {strange[0]!r} is not written in GPT-2's alphabet of bytes")
-        path = Path(folder) / "merges.txt"
-        with reading(path):
-            lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
-            merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-            for pair in merges:
-                if len(pair) != 2 or "" in pair or not {*pair, "".join(pair)} <= vocab.keys():
-                    raise ValueError(f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
-            made = {"".join(pair) for pair in merges}
-            unmade = [token for token in vocab if len(token) > 1 and token not in made and not (token[0], token[-1]) == ("<", ">")]
-            if unmade:
-                raise ValueError(f"no line makes the token {unmade[0]!r} of vocab.json: truncated?")
-        return cls(vocab, merges)
-
-    def _merge(self, piece):
-        """The ids of one piece: join the neighbours whose merge was learnt first, until no pair is known.
-
-        A heap of candidate pairs and a linked list of parts keep it O(n log n) on a piece of any length.
-        """
-        parts = [bytes([b]) for b in piece]
-        after, before = list(range(1, len(parts) + 1)), list(range(-1, len(parts) - 1))
-        heap = []
-
-        def offer(i):
-            if i >= 0 and after[i] < len(parts):
-                pair = parts[i], parts[after[i]]
-                if pair in self.rank:
-                    heapq.heappush(heap, (self.rank[pair], i, pair))
-
-        for i in range(len(parts) - 1):
-            offer(i)
-        while heap:
-            _, i, pair = heapq.heappop(heap)
-            j = after[i]
-            if j >= len(parts) or (parts[i], parts[j]) != pair:
-                continue                                 # one of the two was merged away since it was offered
-            parts[i], parts[j] = pair[0] + pair[1], b""
-            after[i] = after[j]
-            if after[i] < len(parts):
-                before[after[i]] = i
-            offer(before[i])
-            offer(i)
-        return [self.ids[part] for part in parts if part]
-
-    def encode(self, text):
-        """str -> list of ids. Bytes are taken too, valid UTF-8 or not; a lone surrogate becomes U+FFFD."""
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "surrogateescape")
-        else:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return [i for piece in pretokenize(text) for i in self.piece(piece.encode("utf-8", "surrogateescape"))]
-
-    def piece(self, piece):
-        """The ids of the bytes of one piece. Only short ones are remembered: a long one does not come again."""
-        return self._remembered(piece) if len(piece) < 64 else self._merge(piece)
-
-    def decode_bytes(self, ids):
-        """ids -> bytes. An id without a token (models pad their embedding) is U+FFFD."""
-        return b"".join(self.bytes.get(i, b"\xef\xbf\xbd") for i in ids)
-
-    def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
 # ----------------------------------------------------------------------------------------------
@@ -383,7 +215,8 @@ def inflate(weights, dtype=torch.float32, big=GPT2_124M):
         parts = {"ln_1": (repeat, repeat), "attn.c_attn": (lambda x: qkv(read(x)), qkv),
                  "ln_2": (repeat, repeat), "mlp.c_fc": (lambda x: repeat(read(x)), repeat)}
         if i < small.num_layers:            # a layer beyond the last does all the work of the last, and its outputs stay 0
-            parts |= {"attn.c_proj": (lambda x: repeat(heads(x.T).T / r), repeat), "mlp.c_proj": (lambda x: repeat(read(x)), repeat)}
+            parts |= {"attn.c_proj": (lambda x: repeat(heads(x.T).T / r), repeat),
+                      "mlp.c_proj": (lambda x: repeat(read(x)), repeat)}
         for part, (matrix, bias) in parts.items():
             source = f"h.{min(i, small.num_layers - 1)}.{part}"
             new[f"h.{i}.{part}.weight"][:] = matrix(old[f"{source}.weight"])
@@ -531,7 +364,8 @@ class EngineConfig:
                                   "reserved takes a request's worst case of blocks up front")
     drafter: str | None = _option(None, (lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder"),
                                   "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
-    num_draft_tokens: int | str = _option(4, (lambda v: v == "auto" or _at_least(1, "")[0](v), "an integer of at least 1, or 'auto'"),
+    num_draft_tokens: int | str = _option(4, (lambda v: v == "auto" or _at_least(1, "")[0](v),
+                                              "an integer of at least 1, or 'auto'"),
                                           "guesses per request and step, or auto: as many as pay")
     seed: int = _option(0, _at_least(0, "any"), "of requests that bring no seed of their own")
 
@@ -639,7 +473,8 @@ class Engine:
         cupy = importlib.util.find_spec("cupy")             # asks whether it is there, without importing it
         kernels = device == "cuda" and cupy and has_kernels(dtype, head_dim, config.block_size)
         attention = config.attention or ("cuda" if kernels else "torch")
-        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device, attention)
+        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device,
+                        attention)
         model = GPT2(weights, dtype, device)
         return DecodeGraphs(model) if device == attention == "cuda" else model, tokenizer, cache
 
@@ -694,7 +529,7 @@ class Engine:
         context, vocabulary = self.model.config.context_length, self.model.config.vocab_size
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)) and all(isinstance(t, (int, np.integer)) and not isinstance(t, bool) for t in prompt):
+        elif isinstance(prompt, (list, tuple)) and all(isinstance(t, Integral) and not isinstance(t, bool) for t in prompt):
             tokens = [int(token) for token in prompt]
         else:
             raise ValueError("the prompt must be a string or a list of token ids")
@@ -968,7 +803,8 @@ class View:
                  f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
                  f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free"]
         per_line = math.ceil(len(symbols) / math.ceil(len(symbols) / 39))
-        lines += ["".join(f" {self.paint(symbol)}" for symbol in symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)]
+        symbols = [f" {self.paint(symbol)}" for symbol in symbols]
+        lines += ["".join(symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)]
         lines += ["", f"batch: {sum(n for _, _, n in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
                   "one letter: a decode, several: a prompt or guesses",
                   " " + "".join(self.paint(self.letter(r.request_id), math.ceil(n / unit)) for r, _, n in self.engine.last_batch),
@@ -1039,20 +875,20 @@ def print_summary(engine, requests, answers):
         itl = (r.last_token_time - r.first_token_time) / max(r.num_output_tokens - 1, 1)
         print(f"{name:12} {r.num_prompt_tokens:7} {r.num_cached_tokens:7} {r.num_output_tokens:7} {r.num_preemptions:10} "
               f"{(r.first_token_time - r.arrival_time) * 1e3:8.1f} {itl * 1e3:7.1f} {r.longest_gap * 1e3:15.1f}")
-    prompts = stats.cached_tokens + stats.prefill_tokens
+    prompts, rate = stats.cached_tokens + stats.prefill_tokens, stats.delivered_tokens / stats.seconds
     print(f"""
-{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: {stats.delivered_tokens / stats.seconds:,.0f} tokens/s
+{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: {rate:,.0f} tokens/s
 busy        {stats.busy:5.0%}   of the time a forward pass was running
 occupancy   {stats.occupancy:5.0%}   of the {config.max_num_seqs} seats were taken
 budget fill {stats.budget_fill:5.0%}   of {config.max_num_batched_tokens} tokens a step
 goodput     {stats.goodput:5.0%}   tokens delivered per token position paid for
 KV peak     {stats.kv_peak / config.num_blocks:5.0%}   of {config.num_blocks} blocks
-prefix hits {stats.cached_tokens / prompts:5.0%}   of the prompt tokens were found in the cache: {stats.cached_tokens} of {prompts}
+prefix hits {stats.cached_tokens / prompts:5.0%}   of the prompt tokens were in the cache: {stats.cached_tokens} of {prompts}
 preemptions {stats.preemptions:5}   which cost {stats.recomputed_tokens} tokens computed again""")
     if stats.draft_tokens:
         right = sum(stats.accepted_tokens)
-        print(f"guesses     {right / stats.draft_tokens:5.0%}   were right: {right} of {stats.draft_tokens}, so a pass gave a request "
-              f"{stats.tokens_per_pass:.2f} tokens")
+        print(f"guesses     {right / stats.draft_tokens:5.0%}   were right: {right} of {stats.draft_tokens}, so a pass gave a "
+              f"request {stats.tokens_per_pass:.2f} tokens")
 
 
 def generate(args):
@@ -1112,14 +948,15 @@ def build_parser():
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON value instead of text")
     add_flags(common.add_argument_group("engine"), EngineConfig)
-    parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. Without a "
-                                     "command: serve the built-in prompts with a live view, on 48 blocks, 6 seats, a budget of 48 "
-                                     "tokens and chunks of 32.")
+    parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. "
+                                     "Without a command: serve the built-in prompts with a live view, on 48 blocks, 6 seats, a "
+                                     "budget of 48 tokens and chunks of 32.")
     parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
     parser.set_defaults(run=main_job)
     commands = parser.add_subparsers(title="commands", metavar="")
     command = commands.add_parser("generate", parents=[common], help="stream completions of prompts to the terminal")
-    command.add_argument("prompts", nargs="+", metavar="prompt", help="text, or - for standard input (a final newline is dropped)")
+    command.add_argument("prompts", nargs="+", metavar="prompt",
+                         help="text, or - for standard input (a final newline is dropped)")
     add_flags(command.add_argument_group("sampling"), SamplingParams, skip=("seed",))
     command.set_defaults(run=generate)
     command = commands.add_parser("bench", parents=[common], help="throughput of a fixed workload; the last line is JSON")

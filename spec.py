@@ -1,8 +1,8 @@
-"""spec.py: from logits to tokens, and from tokens to text.
+"""spec.py: from logits to tokens, from tokens to text, and back.
 
 What it does.  Turns a row of logits into a distribution (`target_probs`), guesses the next tokens (`NgramDrafter`,
 `ModelDrafter`) and how many of them pay (`choose_drafts`), checks guesses and draws tokens (`verify`), and turns tokens into
-text that is cut at a stop string (`Detokenizer`).
+text that is cut at a stop string (`Detokenizer`). `Tokenizer` is GPT-2's.
 
 What it does not know.  Batches, blocks, how a model computes: a row of logits is a NumPy array, and a draft model is a
 function that returns some.
@@ -37,10 +37,17 @@ Limits.  The draft model computes all that the target computes, also while nobod
 """
 
 import codecs
+import contextlib
+import functools
+import heapq
+import json
 import math
+import re
 import sys
+import unicodedata
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 
 import numpy as np
 
@@ -359,7 +366,7 @@ def choose_drafts(rates, other_rows, line, draft_seconds, most):
 
 
 # ----------------------------------------------------------------------------------------------
-# from tokens to text
+# from tokens to text, as they come
 
 
 class Detokenizer:
@@ -399,3 +406,164 @@ class Detokenizer:
     def _overlap(text, stop):
         """Length of the longest end of `text` that a stop string starts with."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# ----------------------------------------------------------------------------------------------
+# from text to tokens and back: byte-level BPE (Sennrich et al. 2016), identical to GPT-2's
+#
+#   text --pretokenize--> pieces --UTF-8--> bytes --merges, in the order they were learnt--> tokens --vocab--> ids
+
+
+def _byte_alphabet():
+    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else 256, 257, ..."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    stand_in = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [stand_in[b] for b in range(256)]
+
+
+BYTE_TO_CHAR = _byte_alphabet()
+
+
+@contextlib.contextmanager
+def reading(path):
+    """Whatever goes wrong while a file is read and understood becomes one sentence that starts with its name."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: a model folder holds config.json, model.safetensors, vocab.json and "
+                         "merges.txt") from None
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"{path} is not what a GPT-2 folder holds: {error!r}") from None
+
+
+class _CharClass(dict):
+    """For str.translate: every non-ASCII character becomes an ASCII one of its kind.
+
+    GPT-2's pattern asks for Unicode's letters and numbers, which Python's re can't. So it runs over a shadow of the text:
+    a letter is "a", a number "0", a blank a newline, anything else "!". The shadow is as long as the text, so the pieces
+    found in one are the pieces of the other. Categories come from unicodedata, one look per different character.
+    """
+
+    def __missing__(self, code):
+        char = chr(code)
+        if code >= 128:
+            char = {"L": "a", "N": "0"}.get(unicodedata.category(char)[0], "\n" if char.isspace() else "!")
+        self[code] = char
+        return char
+
+
+_CHAR_CLASS = _CharClass()
+_PIECE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[a-zA-Z]+| ?[0-9]+| ?[^\sa-zA-Z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+
+
+def pretokenize(text):
+    """Split text where GPT-2 does, before any merge: a merge never crosses the edge of a piece.
+
+    >>> pretokenize("I'll take 12  eggs!")
+    ['I', "'ll", ' take', ' 12', ' ', ' eggs', '!']
+    """
+    return [text[m.start():m.end()] for m in _PIECE.finditer(text.translate(_CHAR_CLASS))]
+
+
+class Tokenizer:
+    """Byte-level BPE with GPT-2's files. Text to ids and back; any bytes have ids, so nothing is ever unknown.
+
+    `<|endoftext|>` written in a text is encoded as the ordinary characters it is made of: only the engine
+    deals in the id `eos_id`, so no prompt can forge the end of a text.
+
+    >>> tokenizer = Tokenizer.load(Path(__file__).parent / "weights" / "tiny")
+    >>> tokenizer.decode(tokenizer.encode("naïve 日本")), tokenizer.decode_bytes(tokenizer.encode(b"\\xff"))
+    ('naïve 日本', b'\\xff')
+    """
+
+    def __init__(self, vocab, merges):
+        """vocab: dict of token string -> id; merges: list of (left, right) in order of rank."""
+        char_to_byte = {c: b for b, c in enumerate(BYTE_TO_CHAR)}
+        self.eos_id = vocab["<|endoftext|>"]
+        self.ids = {bytes(char_to_byte[c] for c in token): i for token, i in vocab.items() if i != self.eos_id}
+        self.bytes = {i: token for token, i in self.ids.items()} | {self.eos_id: b""}
+        self.rank = {tuple(bytes(char_to_byte[c] for c in part) for part in pair): r for r, pair in enumerate(merges)}
+        self._remembered = functools.lru_cache(maxsize=65536)(self._merge)          # texts repeat their words
+
+    @classmethod
+    def load(cls, folder):
+        """Read vocab.json and merges.txt, and check that they belong together."""
+        path = Path(folder) / "vocab.json"
+        with reading(path):
+            vocab = json.loads(path.read_text("utf-8"))
+            ids = list(vocab.values())
+            if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
+                raise ValueError("the ids must be different integers, from 0")
+            for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
+                if token not in vocab:
+                    raise ValueError(f"the token {token!r} is missing")
+            strange = [token for token in vocab if not set(token) <= set(BYTE_TO_CHAR)]
+            if strange:
+                raise ValueError(f"the token {strange[0]!r} is not written in GPT-2's alphabet of bytes")
+        path = Path(folder) / "merges.txt"
+        with reading(path):
+            lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
+            merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+            for pair in merges:
+                if len(pair) != 2 or "" in pair or not {*pair, "".join(pair)} <= vocab.keys():
+                    raise ValueError(f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
+            made = {"".join(pair) for pair in merges}
+            unmade = [token for token in vocab if len(token) > 1 and token not in made and (token[0], token[-1]) != ("<", ">")]
+            if unmade:
+                raise ValueError(f"no line makes the token {unmade[0]!r} of vocab.json: truncated?")
+        return cls(vocab, merges)
+
+    def _merge(self, piece):
+        """The ids of one piece: join the neighbours whose merge was learnt first, until no pair is known.
+
+        A heap of candidate pairs and a linked list of parts keep it O(n log n) on a piece of any length.
+        """
+        parts = [bytes([b]) for b in piece]
+        after, before = list(range(1, len(parts) + 1)), list(range(-1, len(parts) - 1))
+        heap = []
+
+        def offer(i):
+            if i >= 0 and after[i] < len(parts):
+                pair = parts[i], parts[after[i]]
+                if pair in self.rank:
+                    heapq.heappush(heap, (self.rank[pair], i, pair))
+
+        for i in range(len(parts) - 1):
+            offer(i)
+        while heap:
+            _, i, pair = heapq.heappop(heap)
+            j = after[i]
+            if j >= len(parts) or (parts[i], parts[j]) != pair:
+                continue                                 # one of the two was merged away since it was offered
+            parts[i], parts[j] = pair[0] + pair[1], b""
+            after[i] = after[j]
+            if after[i] < len(parts):
+                before[after[i]] = i
+            offer(before[i])
+            offer(i)
+        return [self.ids[part] for part in parts if part]
+
+    def encode(self, text):
+        """str -> list of ids. Bytes are taken too, valid UTF-8 or not; a lone surrogate becomes U+FFFD."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "surrogateescape")
+        else:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return [i for piece in pretokenize(text) for i in self.piece(piece.encode("utf-8", "surrogateescape"))]
+
+    def piece(self, piece):
+        """The ids of the bytes of one piece. Only short ones are remembered: a long one does not come again."""
+        return self._remembered(piece) if len(piece) < 64 else self._merge(piece)
+
+    def decode_bytes(self, ids):
+        """ids -> bytes. An id without a token (models pad their embedding) is U+FFFD."""
+        return b"".join(self.bytes.get(i, b"\xef\xbf\xbd") for i in ids)
+
+    def decode(self, ids):
+        """ids -> str; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")

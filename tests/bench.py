@@ -102,12 +102,16 @@ def seconds_on(device, function, repeat=20):
     return statistics.median(times)
 
 
-def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=2**30, max_layers=10**6):
-    """-> (GB/s of a copy, list of dicts: batch, context, microseconds, GB/s of K and V read, floor in microseconds)."""
+def measure_copy(device, copy_bytes):
+    """Bytes per second of a copy, read and written."""
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_rate = 2 * copy_bytes / seconds_on(device, lambda: target.copy_(source))       # read and written
-    del source, target
+    return 2 * copy_bytes / seconds_on(device, lambda: target.copy_(source))
+
+
+def measure_kernels(device, shapes, dtype=torch.float16, H=12, D=64, copy_bytes=2**30, max_layers=10**6):
+    """-> (GB/s of a copy, list of dicts: batch, context, microseconds, GB/s of K and V read, floor in microseconds)."""
+    copy_rate = measure_copy(device, copy_bytes)
     rows = []
     for sequences, context in shapes:
         blocks_each = -(-context // KERNEL_BLOCK_SIZE)

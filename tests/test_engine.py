@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from common import GHOST_VOCABULARY, GhostEngine, ghost_text, greedy, poison
 from nanoserve import Engine, EngineConfig, SamplingParams, gpt2_reference
@@ -328,7 +327,8 @@ def test_stop_strings_end_of_text_and_the_deltas(tiny):
     [free] = engine.generate("Q: What is 2 + 3?\nA:", greedy(40))
     stop = free.text[7:10]
     for stops in (stop, (stop, "never"), ("\x00", stop)):
-        rid, text = engine.add_request("Q: What is 2 + 3?\nA:", SamplingParams(max_tokens=40, temperature=0, stop=stops)), ""
+        engine.add_request("Q: What is 2 + 3?\nA:", SamplingParams(max_tokens=40, temperature=0, stop=stops))
+        text = ""
         while engine.has_unfinished():
             for output in engine.step():
                 text += output.text

@@ -129,7 +129,7 @@ def test_guesses_share_the_budget():
 def test_a_guess_preempts_nobody():
     """A stream's guesses fit into the block that its neighbour is about to need: the neighbour gets it."""
     scheduler = make(num_blocks=4, block_size=4)
-    first, second = add(scheduler, 4), add(scheduler, 4)
+    first, _ = add(scheduler, 4), add(scheduler, 4)
     step(scheduler)
     first.drafts = [5] * 4
     assert [(r.request_id, n) for r, n in scheduler.schedule()] == [("r0", 4), ("r1", 1)] and not scheduler.preempted

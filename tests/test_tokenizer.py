@@ -7,7 +7,8 @@ import unicodedata
 
 import pytest
 from conftest import ROOT
-from nanoserve import BYTE_TO_CHAR, EMBEDDED, Tokenizer, pretokenize
+from nanoserve import EMBEDDED
+from spec import BYTE_TO_CHAR, Tokenizer, pretokenize
 
 GPT2_VOCAB = ROOT.parent / "shared" / "gpt2-vocab"
 

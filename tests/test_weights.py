@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from common import assert_close
 from kvcache import Batch, KVCache
 from nanoserve import (
-    BYTE_TO_CHAR, GPT2, GPT2_124M, Engine, ModelConfig, SamplingParams, Tokenizer, Weights, gpt2_reference, inflate, load_model,
+    GPT2, GPT2_124M, Engine, ModelConfig, SamplingParams, Tokenizer, Weights, gpt2_reference, inflate, load_model,
     load_weights)
+from spec import BYTE_TO_CHAR
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 260, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 8,
           "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True}
