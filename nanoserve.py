@@ -275,13 +275,34 @@ def gpt2_reference(weights, tokens):
     return layer_norm(x, "ln_f") @ w["wte.weight"].T                        # [T, E] @ [E, V] -> [T, V]
 
 
+def pack(matrix, bias=None):
+    """x -> x @ matrix + bias, with the matrix [in, out] reordered once into the layout that the CPU's multiply reads in.
+
+    torch.addmm finds a layout anew in every call. These operators of torch are private: where they are missing, or the type
+    is not theirs, the answer is None, and addmm it is.
+    """
+    operators = torch.ops.mkldnn
+    wanted = matrix.numel() >= 2**18 and matrix.dtype in (torch.float32, torch.bfloat16)     # a small one fits the cache as it is
+    if not (wanted and matrix.device.type == "cpu" and torch.backends.mkldnn.is_available()):
+        return None
+    try:
+        packed = operators._reorder_linear_weight(matrix.T.contiguous(), 16)
+        return lambda x: operators._linear_pointwise(x, packed, bias, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+
+
 class GPT2:
     """The same function over a ragged batch, in torch, with K and V in the paged cache."""
 
     def __init__(self, weights, dtype, device):
-        self.config = weights.config
+        self.config, self.device = weights.config, device
         self.weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
-        self.device = device
+        self.packed = {"head": pack(self.weights["wte.weight"].T)}
+        for name in [name.removesuffix(".weight") for name in weights if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))]:
+            self.packed[name] = pack(self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+            if self.packed[name]:
+                self.weights[f"{name}.weight"] = weights[f"{name}.weight"]      # the mapped file's again, not one more copy
 
     @torch.inference_mode()
     def forward(self, batch, cache):
@@ -296,7 +317,7 @@ class GPT2:
             return F.layer_norm(x, (config.width,), w[f"{name}.weight"], w[f"{name}.bias"], config.epsilon)
 
         def linear(x, name):
-            return torch.addmm(w[f"{name}.bias"], x, w[f"{name}.weight"])
+            return self.packed[name](x) if self.packed[name] else torch.addmm(w[f"{name}.bias"], x, w[f"{name}.weight"])
 
         x = w["wte.weight"][tokens] + w["wpe.weight"][positions]                    # [T, E]
         for i in range(config.num_layers):
@@ -308,7 +329,8 @@ class GPT2:
             x = x + linear(hidden, f"h.{i}.mlp.c_proj")
         # LayerNorm and head look at one row at a time, and the head is the largest matrix of all: only the rows that somebody
         # samples go through them.
-        return layer_norm(x[logit_rows], "ln_f") @ w["wte.weight"].T                # [S, E] @ [E, V] -> [S, V]
+        x = layer_norm(x[logit_rows], "ln_f")                                       # [S, E] @ [E, V] -> [S, V]
+        return self.packed["head"](x) if self.packed["head"] else x @ w["wte.weight"].T
 
 
 def to_numpy(logits):
