@@ -284,7 +284,8 @@ class Batch:
             blocks = self.block_tables[members[:, None], read // self.block_size]
             slots = blocks * self.block_size + read % self.block_size
             # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
-            mask = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
+            seen = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
+            mask = np.where(seen, np.float32(0), np.float32(-np.inf))                   # added to the scores
             groups.append(tuple(torch.from_numpy(array) for array in (rows, slots, mask)))
         return groups
 
@@ -323,7 +324,7 @@ def attention_torch(q, k_cache, v_cache, batch):
     keys, values = k_cache.view(-1, G * D), v_cache.view(-1, G * D)                 # [slots, G * D]
     out = torch.empty_like(q)
     for rows, slots, mask in batch.groups:
-        rows, slots, mask = rows.to(q.device), slots.to(q.device), mask.to(q.device)
+        rows, slots, mask = rows.to(q.device), slots.to(q.device), mask.to(q.device, q.dtype)
         shape = (*slots.shape, G, D)
         k = keys.index_select(0, slots.flatten()).view(shape).transpose(1, 2)       # -> [R', G, C, D]
         v = values.index_select(0, slots.flatten()).view(shape).transpose(1, 2)
@@ -358,6 +359,7 @@ class KVCache:
         later ones are in the cache, too; the causal mask hides them.
         """
         k_cache, v_cache = self.k[layer], self.v[layer]                             # [N, B, G, D]
+        dtype, (q, k, v) = q.dtype, (x.to(k_cache.dtype) for x in (q, k, v))        # as they are, unless the cache is finer
         if self.attention is attention_cuda:
             batch.launch_plan = batch.launch_plan or LaunchPlan.make(batch, q.shape[1], *k.shape[1:], q.device)
             write_cuda(k_cache, v_cache, k, v, batch.launch_plan)
@@ -365,7 +367,7 @@ class KVCache:
             slots = torch.from_numpy(batch.slots).to(q.device)
             k_cache.flatten(0, 1).index_copy_(0, slots, k)
             v_cache.flatten(0, 1).index_copy_(0, slots, v)
-        return self.attention(q, k_cache, v_cache, batch)
+        return self.attention(q, k_cache, v_cache, batch).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ class GPT2:
         self.config, self.device = weights.config, device
         self.weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
         self.packed = {"head": pack(self.weights["wte.weight"].T)}
-        for name in [name.removesuffix(".weight") for name in weights if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))]:
+        for name in (name.removesuffix(".weight") for name in weights if ".c_" in name and name.endswith(".weight")):
             self.packed[name] = pack(self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
             if self.packed[name]:
                 self.weights[f"{name}.weight"] = weights[f"{name}.weight"]      # the mapped file's again, not one more copy
@@ -368,7 +368,7 @@ class EngineConfig:
                          "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
     device: str | None = _option(None, _choice("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
     dtype: str | None = _option(None, _choice("float32", "float64", "bfloat16", "float16"),
-                                "of weights and K/V; default: float32 on the CPU, float16 on a GPU")
+                                "of weights and K/V (bfloat16 on a CPU: of weights); default: float32 on the CPU, float16 on a GPU")
     attention: str | None = _option(None, _choice(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
                                     "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
     threads: int | None = _option(None, (lambda v: _at_least(1, "")[0](v) and v <= 1024, "an integer from 1 to 1024"),
@@ -495,7 +495,9 @@ class Engine:
         cupy = importlib.util.find_spec("cupy")             # asks whether it is there, without importing it
         kernels = device == "cuda" and cupy and has_kernels(dtype, head_dim, config.block_size)
         attention = config.attention or ("cuda" if kernels else "torch")
-        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, dtype, device,
+        # A CPU's attention is several times slower in bfloat16 than in float32, in which K and V are the better, too.
+        cache_dtype = torch.float32 if (device, dtype) == ("cpu", torch.bfloat16) else dtype
+        cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, cache_dtype, device,
                         attention)
         model = GPT2(weights, dtype, device)
         return DecodeGraphs(model) if device == attention == "cuda" else model, tokenizer, cache

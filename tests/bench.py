@@ -69,7 +69,8 @@ def measure(repeat, **fields):
 def run_bench(quiet=False, fields=None):
     results = {}
     if not quiet:
-        print("float32 on the CPU     prefill tok/s   decode tok/s   mixed tok/s   outside the forward pass")
+        print(f"{str((fields or {}).get('dtype')):22} prefill tok/s   decode tok/s   mixed tok/s   outside the forward pass"
+              .replace("None   ", "default"))
     for model, repeat in (("tiny", 5), ("gpt2", 1)):
         torch.set_num_threads(os.cpu_count())               # what the engine leaves alone for a large model
         results[model] = figures = measure(repeat, **{**(fields or {}), "model": model, "num_blocks": 1024})

@@ -608,3 +608,34 @@ def test_inflate_to_gpt2(tiny):
     V = weights.config.vocab_size
     assert_close(logits[:, :V], gpt2_reference(weights, tokens), 1e-9, "float64: sums of 768 instead of 128 terms")
     assert_close(logits[:, V:], np.full((4, 50257 - V), -100.0), 1e-9, "float64")
+
+
+# ----------------------------------------------------------------------------------------------
+# weights packed for the CPU's multiply
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-4), (torch.bfloat16, 0.5)])
+def test_packed_weights_multiply_as_plain_ones(dtype, tolerance):
+    """The packed path against float64, no worse than addmm's own rounding: sums of 768 products of size 1 are about 28, and
+    float32 and bfloat16 keep 24 and 8 bits of them."""
+    from nanoserve import pack
+    generator = torch.Generator().manual_seed(0)
+    x, matrix, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 768), (768, 2304), (2304,)))
+    packed = pack(matrix, bias)
+    if packed is None:
+        pytest.skip("this build of torch has no oneDNN operators")
+    exact = x.double() @ matrix.double() + bias.double()
+    assert_close(packed(x).double(), exact, tolerance, "rounding of results of about 28, at most 120")
+    assert_close(torch.addmm(bias, x, matrix).double(), exact, tolerance, "likewise")
+
+
+def test_without_packing_the_text_is_the_same(monkeypatch):
+    """Types and machines without oneDNN, and small models, take addmm: the same greedy tokens on the 124M shape."""
+    from nanoserve import pack
+    assert pack(torch.ones(1024, 1024, dtype=torch.float64)) is None and pack(torch.ones(8, 8)) is None
+    params = SamplingParams(max_tokens=8, temperature=0)
+    [packed] = Engine(model="gpt2", num_blocks=8).generate("Once upon a time", params)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    engine = Engine(model="gpt2", num_blocks=8)
+    assert not any(engine.model.packed.values())
+    assert engine.generate("Once upon a time", params)[0].token_ids == packed.token_ids
