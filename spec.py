@@ -132,9 +132,10 @@ def sample(probs, u):
     >>> [sample(np.array([0.25, 0.0, 0.75]), u) for u in (0.0, 0.24, 0.25, 0.99)]
     [0, 0, 2, 2]
     """
-    cdf = np.cumsum(probs)
-    token = np.searchsorted(cdf, u * cdf[-1], side="right")         # "right": never a token of probability 0
-    return int(min(token, np.flatnonzero(probs)[-1]))               # u * total can round up to the total
+    support = np.flatnonzero(probs)                         # after top-k, top-p or greedy a few of 50,257 are left
+    cdf = np.cumsum(probs[support])
+    at = np.searchsorted(cdf, u * cdf[-1], side="right")
+    return int(support[min(at, len(support) - 1)])          # u * total can round up to the total
 
 
 # ----------------------------------------------------------------------------------------------
@@ -152,13 +153,13 @@ def target_probs(logits, params):
     >>> target_probs(logits, SamplingParams(top_p=0.6)).round(3).tolist()
     [0.0, 0.0, 0.429, 0.571]
     """
-    logits = np.asarray(logits, dtype=np.float64)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         too_cold = params.temperature == 0 or np.isinf(np.ptp(logits) / params.temperature)
     if too_cold:                                            # to divide by: greedy
         probs = np.zeros(len(logits))
         probs[logits.argmax()] = 1.0
         return probs
+    logits = np.asarray(logits, dtype=np.float64)
     scaled = (logits - logits.max()) / params.temperature   # <= 0, so exp can't overflow
     if 0 < params.top_k < len(scaled):
         smallest_kept = np.partition(scaled, -params.top_k)[-params.top_k]

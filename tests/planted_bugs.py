@@ -38,7 +38,7 @@ BUGS = [
         "test_kvcache.test_hits_are_not_evicted_by_their_own_request"),
     Bug("slot-off-by-one", "kvcache.py", "block_size + positions % block_size\n        context_len", "block_size + (positions + 1) % block_size\n        context_len",
         "test_kvcache.test_batch_against_plain_loops", (3,)),
-    Bug("mask-off-by-one", "kvcache.py", "mask = column <= self", "mask = column < self",
+    Bug("mask-off-by-one", "kvcache.py", "seen = column <= self", "seen = column < self",
         "test_kvcache.test_torch_attention_equals_the_reference", (4, 4, 4, [(3, 5), (12, 4), (0, 4)])),
     Bug("padding-reads-foreign-slots", "kvcache.py", "np.where(column < self.context_len[members, None], column, 0)",
         "np.where(column < self.context_len[members, None], column, column)",
@@ -73,7 +73,7 @@ BUGS = [
         "test_engine.test_preemption_keeps_tokens_and_counts_them_as_recomputed"),
     # --- spec.py
     Bug("draw-forgets-position", "spec.py", "purpose, position])", "purpose, 0])", "test_spec.test_draws_are_functions_of_seed_position_and_purpose"),
-    Bug("impossible-token-drawn", "spec.py", 'side="right"', 'side="left"', "test_spec.test_sample_is_the_inverse_of_the_cumulative_sum"),
+    Bug("impossible-token-drawn", "spec.py", "support[min(at, len(support) - 1)]", "min(at, len(probs) - 1)", "test_spec.test_sample_is_the_inverse_of_the_cumulative_sum"),
     Bug("best-token-dropped", "spec.py", "probs[order[before >= params.top_p]]", "probs[order[before + probs[order] >= params.top_p]]",
         "test_spec.test_extremes"),
     Bug("top-k-one-too-many", "spec.py", "-params.top_k)[-params.top_k]", "-params.top_k)[-params.top_k - 1]",
