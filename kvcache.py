@@ -267,15 +267,16 @@ class Batch:
 
     @cached_property
     def groups(self):
-        """The sequences with the same number of new rows n, as dense tensors: all decodes (n = 1) form one group,
-        each prefill chunk usually its own. One call per group, and no decode is padded to the length of a chunk. Made once
-        per step, read by every layer.
+        """The sequences with the same number of new rows n, and contexts of about the same length, as dense tensors: decodes
+        (n = 1) form a few groups, each prefill chunk usually its own. One call per group, and little padding: no decode
+        is as long as a chunk, and no context more than twice as long as it has to be. Made once per step, for every layer.
 
         List of (rows [R', n], slots [R', C], mask [R', 1, n, C]), R' sequences, C the longest context among them.
         """
-        counts, groups = np.diff(self.query_start), []
-        for n in np.unique(counts):
-            members = np.flatnonzero(counts == n)
+        groups, power_of_two = [], np.ceil(np.log2(self.context_len)).astype(int)
+        kinds, kind_of = np.unique([np.diff(self.query_start), power_of_two], axis=1, return_inverse=True)
+        for kind, n in enumerate(kinds[0]):
+            members = np.flatnonzero(kind_of == kind)
             rows = self.query_start[members, None] + np.arange(n)                       # [R', n]
             column = np.arange(self.context_len[members].max())                         # [C]
             # Past its own context a shorter sequence reads its position 0 once more: a slot that is surely written.
