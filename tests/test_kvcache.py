@@ -258,7 +258,8 @@ def test_batch_against_plain_loops(block_size):
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("block_size", (1, 4, 16))
-@pytest.mark.parametrize("shapes", [[(0, 1)], [(7, 1), (0, 9), (15, 1), (16, 1)], [(3, 5), (12, 4), (0, 4)], [(40, 1), (1, 1), (0, 33)]])
+@pytest.mark.parametrize("shapes", [[(0, 1)], [(7, 1), (0, 9), (15, 1), (16, 1)], [(3, 5), (12, 4), (0, 4)], [(40, 1), (1, 1), (0, 33)],
+                                    [(20, 1), (25, 1), (31, 1)]])
 def test_torch_attention_equals_the_reference(heads, kv_heads, block_size, shapes):
     """On ragged batches and grouped heads, in a pool where every slot that is not theirs is NaN."""
     batch, sequences = random_batch(random.Random(2), block_size, 120, shapes)
