@@ -109,7 +109,16 @@ class ModelConfig:
 
 
 class Weights(dict):
-    """name -> torch tensor, names as in the checkpoint without "transformer."; `config` is the shape."""
+    """name -> torch tensor, names as in the checkpoint without "transformer."; `config` is the shape.
+
+    wte, wpe            embeddings of tokens and of positions; the head that makes logits is wte once more (tied)
+    h.3.ln_1, ln_2      LayerNorms before attention and before the MLP of layer 3
+    h.3.attn.c_attn     x -> q, k, v side by side, [E, 3 E]
+    h.3.attn.c_proj     what the heads found -> back to the residual stream
+    h.3.mlp.c_fc        E -> 4 E, then GELU, then
+    h.3.mlp.c_proj      4 E -> E
+    ln_f                the last LayerNorm, before the head
+    """
 
     def __init__(self, config, tensors):
         super().__init__(tensors)
@@ -357,7 +366,19 @@ def _option(default, rule, help):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that can be set; the command line has a flag for each field.
+    """Everything that can be set; the command line has a flag for each field. A bad value raises ValueError.
+
+    What the sizes do, each on its own:
+
+    num_blocks              memory. More: more requests at once, more prefixes still to be found, fewer preemptions.
+    block_size              larger: shorter block tables, fewer hash look-ups; but whole blocks are shared, and up to
+                            block_size - 1 slots of each request stay empty.
+    max_num_seqs            seats. More of them share one reading of the weights; each stream's next token waits for a larger pass.
+    max_num_batched_tokens  the longest a pass may get. Larger: prompts are done sooner; smaller: streams are smoother.
+    max_prefill_chunk       the same for one request: what a long prompt may take of a pass that streams are waiting for.
+    num_draft_tokens        more guesses: more tokens from a pass when they are right, more rows for nothing when not.
+
+    batching="static" and kv_reservation="reserved" are how it used to be done. They are here to be measured.
 
     >>> EngineConfig(block_size=0)
     Traceback (most recent call last):
@@ -400,7 +421,11 @@ class EngineConfig:
 
 @dataclass
 class StepOutput:
-    """What one step brought one request. The texts of a request's outputs concatenate to its Completion.text."""
+    """What one step brought one request. The texts of a request's outputs concatenate to its Completion.text.
+
+    Tokens and text need not come together: a token that ends within a character, or with what may become a stop string,
+    has its text in a later output.
+    """
 
     request_id: str
     token_ids: list
@@ -411,7 +436,11 @@ class StepOutput:
 
 @dataclass
 class Completion:
-    """A finished request."""
+    """A finished request.
+
+    token_ids holds all that was generated, the tokens of a stop string and <|endoftext|> included; text does not.
+    num_cached_tokens counts prompt tokens that were found in the prefix cache when the request was first admitted.
+    """
 
     request_id: str
     prompt_token_ids: list
@@ -448,6 +477,10 @@ MOST_DRAFTS = 5                         # with num_draft_tokens="auto": what a l
 
 class Engine:
     """Serves requests on one model. Engine(EngineConfig(...)), or its fields directly: Engine(model="tiny").
+
+    It owns nothing that the others decide: `scheduler` knows who runs, `pool` which block is whose, `cache` holds the K and V,
+    `drafter` guesses. The engine carries requests between them. `clock` is the only source of time: replace it, and every
+    latency, and what "auto" learns, is measured with another clock.
 
     >>> engine = Engine(model="tiny")
     >>> [answer] = engine.generate("Q: What day comes after Friday?\\nA:", SamplingParams(temperature=0, stop="\\n"))
@@ -503,7 +536,11 @@ class Engine:
         return DecodeGraphs(model) if device == attention == "cuda" else model, tokenizer, cache
 
     def load_drafter(self):
-        """-> the drafter that EngineConfig.drafter names, or None."""
+        """-> the drafter that EngineConfig.drafter names, or None.
+
+        A draft model gets a cache of its own with as many blocks as the target's: block 7 of a block table means block 7 of
+        both, so one allocator serves two models.
+        """
         name = self.config.drafter
         if name in (None, "ngram"):
             return name and NgramDrafter(self.model.config.vocab_size)
@@ -595,6 +632,7 @@ class Engine:
         return True
 
     def has_unfinished(self):
+        """True while a request lives, or an output waits to be handed out by step()."""
         return bool(self.requests or self._outbox)
 
     # --- one step ---
@@ -755,7 +793,11 @@ def bar(share, width):
 
 
 class View:
-    """Draws batch, pool and gauges after each step; every request is a letter."""
+    """Draws batch, pool and gauges after each step; every request is a letter.
+
+    It only looks: at the engine's last batch, at block tables, at the counters. Nothing in the engine knows of it, and the
+    time it takes is taken off the engine's clock.
+    """
 
     COLOURS = (161, 28, 27, 130, 133, 30, 196, 64, 99, 31, 65, 164)         # as legible on black as on white
 
@@ -881,6 +923,8 @@ def main_job(args):
 
 
 def print_summary(engine, requests, answers):
+    """All texts, a line of times per request, and the run as a whole. To be read with the picture in mind: who waited long for
+    its first token (TTFT) stood in the queue or had a long prompt; the longest gap is a preemption, or somebody's chunk."""
     stats, config = engine.stats, engine.config
     print("\nThe texts; » marks where the model took over:\n")
     for name, answer in answers.items():
@@ -951,6 +995,7 @@ def bench(args):
 
 
 def int_or_word(text):
+    """For flags that take a number or a word, such as auto: what the word may be is for the config to say."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
@@ -969,6 +1014,7 @@ def add_flags(parser, config, skip=()):
 
 
 def build_parser():
+    """The main job has no command of its own; flags can stand before or behind a command."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON value instead of text")
     add_flags(common.add_argument_group("engine"), EngineConfig)
