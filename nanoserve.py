@@ -373,7 +373,7 @@ class EngineConfig:
     num_blocks              memory. More: more requests at once, more prefixes still to be found, fewer preemptions.
     block_size              larger: shorter block tables, fewer hash look-ups; but whole blocks are shared, and up to
                             block_size - 1 slots of each request stay empty.
-    max_num_seqs            seats. More of them share one reading of the weights; each stream's next token waits for a larger pass.
+    max_num_seqs            seats. More of them share one reading of the weights, and each waits for a larger pass.
     max_num_batched_tokens  the longest a pass may get. Larger: prompts are done sooner; smaller: streams are smoother.
     max_prefill_chunk       the same for one request: what a long prompt may take of a pass that streams are waiting for.
     num_draft_tokens        more guesses: more tokens from a pass when they are right, more rows for nothing when not.
@@ -389,7 +389,8 @@ class EngineConfig:
                          "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
     device: str | None = _option(None, _choice("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
     dtype: str | None = _option(None, _choice("float32", "float64", "bfloat16", "float16"),
-                                "of weights and K/V (bfloat16 on a CPU: of weights); default: float32 on the CPU, float16 on a GPU")
+                                "of weights and K/V (bfloat16 on a CPU: of weights only); default: float32 on the CPU, float16 "
+                                "on a GPU")
     attention: str | None = _option(None, _choice(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
                                     "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
     threads: int | None = _option(None, (lambda v: _at_least(1, "")[0](v) and v <= 1024, "an integer from 1 to 1024"),
