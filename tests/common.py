@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kvcache import KERNEL_TYPES, KVCache, launch, load_kernels
-from nanoserve import Engine, ModelConfig, SamplingParams
+from nanoserve import Engine, ModelConfig, SamplingParams, gpt2_reference
 
 
 def assert_close(actual, expected, tolerance, why):
@@ -105,6 +105,14 @@ class GhostEngine(Engine):
     def load(self, config):
         cache = KVCache(1, config.num_blocks, config.block_size, 1, 1, torch.float64, "cpu", "numpy")
         return Ghost(self.context_length), GhostTokenizer(), cache
+
+
+def reference_greedy(weights, prompt, max_tokens):
+    """What greedy decoding says in the NumPy reference, which recomputes everything for every token."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(gpt2_reference(weights, tokens)[-1].argmax()))
+    return tokens[len(prompt):]
 
 
 def greedy(max_tokens, **fields):

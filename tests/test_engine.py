@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from common import GHOST_VOCABULARY, GhostEngine, ghost_text, greedy, poison
+from common import GHOST_VOCABULARY, GhostEngine, ghost_text, greedy, poison, reference_greedy
 from nanoserve import Engine, EngineConfig, SamplingParams, gpt2_reference
 from spec import target_probs, verify
 
@@ -78,12 +78,7 @@ def tiny_work(tiny):
     weights, tokenizer = tiny
     story = tokenizer.encode("Once upon a time, there was a kind fox named Mia. She had")
     prompts = [story, story[:16], story[:1], story + tokenizer.encode(" a red"), tokenizer.encode("Q: What is 2 + 3?\nA:"), story]
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(8):
-            tokens.append(int(gpt2_reference(weights, tokens)[-1].argmax()))
-        expected.append(tokens[len(prompt):])
+    expected = [reference_greedy(weights, prompt, 8) for prompt in prompts]
     return [(2 * i, prompt) for i, prompt in enumerate(prompts)], expected, max(map(len, prompts)) + 8
 
 

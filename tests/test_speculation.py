@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, on_roofline, poison
+from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, on_roofline, poison, reference_greedy
 from kvcache import Batch, KVCache
-from nanoserve import Engine, ModelConfig, SamplingParams, gpt2_reference
+from nanoserve import Engine, ModelConfig, SamplingParams
 from scheduler import Roofline
 from spec import ModelDrafter, NgramDrafter, PassCost, choose_drafts, target_probs
 from test_engine import GHOST_WORK, SWITCHES, configuration, serve, tiny_engine
@@ -104,13 +104,7 @@ def answers(tiny):
     weights, tokenizer = tiny
     prompts = [tokenizer.encode(p) for p in ("Q: What is 2 + 3?\nA:", "[{\"id\": 1, \"name\": \"Mia\", \"age\": 41}, {\"id\": 2,", "def add_",
                                              "Once upon a time, there was a")]
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(20):
-            tokens.append(int(gpt2_reference(weights, tokens)[-1].argmax()))
-        expected.append(tokens[len(prompt):])
-    return prompts, expected
+    return prompts, [reference_greedy(weights, prompt, 20) for prompt in prompts]
 
 
 @pytest.mark.parametrize("drafter", ("ngram", "model"))

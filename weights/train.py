@@ -27,6 +27,7 @@ BUILD = HERE / "build"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from grammar import Grammar
+from nanoserve import load_weights
 from spec import BYTE_TO_CHAR, Tokenizer, pretokenize
 
 VOCABULARY, CONTEXT = 1024, 512
@@ -361,19 +362,11 @@ def write(path, data):
 
 def load(folder):
     """The model in a folder that export() wrote."""
-    config = json.loads((folder / "config.json").read_text())
-    model = GPT2(**{key: config[key] for key in ("n_layer", "n_embd", "n_head")})
-    data = (folder / "model.safetensors").read_bytes()
-    size, = struct.unpack("<Q", data[:8])
-    state = {}
-    for name, entry in json.loads(data[8:8 + size]).items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            array = np.frombuffer(data[8 + size + begin:8 + size + end], np.float16).reshape(entry["shape"])
-            name = name.removeprefix("transformer.")
-            matrix = name.startswith("h.") and array.ndim == 2
-            state[name] = torch.from_numpy(array.T.copy() if matrix else array.copy()).float()
-    model.load_state_dict(state)
+    weights = load_weights(folder)
+    shape = weights.config
+    model = GPT2(shape.num_layers, shape.width, shape.num_heads)
+    model.load_state_dict({name: tensor.float().T if name.startswith("h.") and tensor.dim() == 2 else tensor.float()
+                           for name, tensor in weights.items()})
     return model
 
 
