@@ -349,7 +349,7 @@ class KVCache:
             size = 2 * math.prod(shape) * dtype.itemsize / 2**30
             raise ValueError(f"num_blocks={num_blocks}: a pool of {size:,.1f} GiB is more memory than can be had: lower "
                              "num_blocks or block_size") from None
-        self.attention_name, self.attention = attention, ATTENTION[attention]
+        self.attention = ATTENTION[attention]
         if attention == "cuda":
             load_kernels(dtype, head_dim, block_size, self.k.device)        # compile before anything is served
 

@@ -664,9 +664,8 @@ class Engine:
         #    and one for each guess behind it.
         sequences = []
         for request, start, n in self.last_batch:
-            end, guesses = start + n, max(n - request.num_missing, 0)
-            rows = 1 + guesses if end == len(request.tokens) + guesses else 0
-            sequences.append((request.tokens[start:end] + request.drafts[:guesses], start, request.block_table, rows))
+            rows = 1 + len(request.drafts) if n == request.num_missing + len(request.drafts) else 0
+            sequences.append((request.tokens[start:start + n] + request.drafts, start, request.block_table, rows))
         batch = Batch.build(sequences, self.config.block_size)
 
         # 3) One forward pass: writes K and V of every token, and reads the weights once for all of them.

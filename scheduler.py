@@ -345,7 +345,7 @@ class Stats:
         """Book what `schedule` chose, before the forward pass, at the time `now`."""
         self.steps += 1
         for request, n in scheduled:
-            guesses = max(n - request.num_missing, 0)
+            guesses = len(request.drafts)               # schedule cut them to what is in n
             start, end = request.num_computed_tokens, request.num_computed_tokens + n - guesses
             again = max(0, min(end, request.high_water) - start)
             prompt = max(0, min(end, request.num_prompt_tokens) - max(start, request.high_water))

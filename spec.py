@@ -341,9 +341,9 @@ def choose_drafts(rates, other_rows, line, draft_seconds, most):
     of the target's PassCost; draft_seconds: of one pass of the drafter.
 
     It thinks of this step only: of nobody who waits, and of no stream's end. A run survives to position i with probability
-    rate^i, and that is what guess i adds to the expectation. So guesses are
-    taken in order of rate^i, over all streams, while each is worth its row. The drafter makes the guesses one after the
-    other for all streams at once: how deep it goes is a cost of its own, so every depth is tried.
+    rate^i, and that is what guess i adds to the expectation. So guesses are taken in order of rate^i, over all streams,
+    while each is worth its row. The drafter makes the guesses one after the other for all streams at once: how deep it
+    goes is a cost of its own, so every depth is tried.
 
     >>> choose_drafts([0.9, 0.5, 0.1], 0, (1.0, 0.01), 0.05, most=6)        # rows are cheap: a good stream guesses far
     [6, 4, 1]

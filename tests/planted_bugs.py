@@ -101,7 +101,7 @@ BUGS = [
         "test_speculation.test_limits_hold_in_the_middle_of_a_run", ("model",)),
     Bug("one-token-too-many", "nanoserve.py", "elif len(request.tokens) == request.max_len:", "elif len(request.tokens) > request.max_len:",
         "test_engine.test_the_shortest_and_the_longest_prompt"),
-    Bug("sampled-in-mid-prompt", "nanoserve.py", "rows = 1 + guesses if end == len(request.tokens) + guesses else 0", "rows = 1 + guesses",
+    Bug("sampled-in-mid-prompt", "nanoserve.py", "rows = 1 + len(request.drafts) if n == request.num_missing + len(request.drafts) else 0", "rows = 1 + len(request.drafts)",
         "test_engine.test_ghost_matrix", (2,)),
     Bug("seed-of-the-batch", "nanoserve.py", "request.draft_probs, request.seed,\n", "request.draft_probs, request.seed + len(self.scheduler.running),\n",
         "test_engine.test_sampling_does_not_see_the_crowd"),
