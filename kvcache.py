@@ -64,6 +64,12 @@ def hash_block(parent_hash, tokens):
     return hash((parent_hash, tokens))
 
 
+def invariant(holds, sentence):
+    """For the check() methods: what is broken there is a bug of ours, not a user's mistake."""
+    if not holds:
+        raise RuntimeError(sentence)
+
+
 class Prefix:
     """What a published block holds: its tokens, and through `parent` all tokens before them."""
 
@@ -188,8 +194,7 @@ class BlockAllocator:
     def release(self, table):
         """Give up every block of `table` and empty it. A block goes back to the pool with its last owner."""
         for block in reversed(table):       # tail first, so that it is reused before the head it depends on
-            if self.ref_count[block] == 0:
-                raise RuntimeError(f"block {block} was freed twice")
+            invariant(self.ref_count[block] > 0, f"block {block} was freed twice")
             self.ref_count[block] -= 1
             if self.ref_count[block] == 0:
                 self.free[block] = None
@@ -207,17 +212,14 @@ class BlockAllocator:
         for table in tables:
             for block in table:
                 owners[block] += 1
-        for block in range(self.num_blocks):
-            if self.ref_count[block] != owners[block]:
-                raise RuntimeError(f"block {block}: ref_count {self.ref_count[block]}, but {owners[block]} owners")
-            if (block in self.free) != (owners[block] == 0):
-                raise RuntimeError(f"block {block}: {owners[block]} owners, in the free list: {block in self.free}")
-        if len(self.free) + sum(n > 0 for n in owners) != self.num_blocks:
-            raise RuntimeError("free blocks and blocks in use do not add up to the pool")
+        for block, n in enumerate(owners):
+            invariant(self.ref_count[block] == n, f"block {block}: ref_count {self.ref_count[block]}, but {n} owners")
+            invariant((block in self.free) == (n == 0), f"block {block}: {n} owners, in the free list: {block in self.free}")
+        invariant(len(self.free) + sum(n > 0 for n in owners) == self.num_blocks, "free and used blocks do not add up to the pool")
         for key, block in self.by_hash.items():
             prefix = self.prefix[block]
-            if prefix is None or prefix.hash != key or len(prefix.tokens) != self.block_size:
-                raise RuntimeError(f"block {block}: the hash map and the block disagree")
+            invariant(prefix and prefix.hash == key and len(prefix.tokens) == self.block_size,
+                      f"block {block}: the hash map and the block disagree")
 
 
 # ----------------------------------------------------------------------------------------------

@@ -47,10 +47,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels
+from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels, invariant
 from scheduler import Request, Scheduler, Stats
-from spec import (Acceptance, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, Tokenizer, choose_drafts,
-                  reading, target_probs, verify)
+from spec import (FLAG, Acceptance, Checked, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, Tokenizer, at_least,
+                  choose_drafts, is_a, option, reading, require, target_probs, verify)
 
 EMBEDDED = Path(__file__).parent / "weights"
 
@@ -78,18 +78,14 @@ class ModelConfig:
             c = json.loads(path.read_text("utf-8"))
             sizes = {key: c[key] for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")}
             for key, size in sizes.items():
-                if type(size) is not int or size <= 0:
-                    raise ValueError(f"{key} is {size!r}, it must be a positive integer")
-            if c["n_embd"] % c["n_head"]:
-                raise ValueError(f"n_embd {c['n_embd']} is not a multiple of n_head {c['n_head']}")
+                require(type(size) is int and size > 0, f"{key} is {size!r}, it must be a positive integer")
+            require(c["n_embd"] % c["n_head"] == 0, f"n_embd {c['n_embd']} is not a multiple of n_head {c['n_head']}")
             epsilon = c.get("layer_norm_epsilon", 1e-5)
-            if not 0 < epsilon < 1:
-                raise ValueError(f"layer_norm_epsilon is {epsilon!r}, it must be between 0 and 1")
+            require(0 < epsilon < 1, f"layer_norm_epsilon is {epsilon!r}, it must be between 0 and 1")
             # What would change the model's function without changing a shape has to be refused here.
             for key, expected in (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("tie_word_embeddings", True),
                                   ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-                if c.get(key, expected) != expected:
-                    raise ValueError(f"{key} is {c[key]!r}, only {expected!r} is supported")
+                require(c.get(key, expected) == expected, f"{key} is {c.get(key)!r}, only {expected!r} is supported")
         return cls(*sizes.values(), epsilon)
 
     def shapes(self):
@@ -139,8 +135,7 @@ def read_safetensors(path):
         size = os.fstat(file.fileno()).st_size
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""    # COPY: torch wants it writable
     start = 8 + int.from_bytes(data[:8], "little")
-    if start > size:
-        raise ValueError(f"its header should end at byte {start}, the file has {size}: truncated?")
+    require(start <= size, f"its header should end at byte {start}, the file has {size}: truncated?")
     try:
         header, tensors = json.loads(data[8:start]), {}
     except ValueError as error:
@@ -148,15 +143,15 @@ def read_safetensors(path):
     header.pop("__metadata__", None)
     for name, claim in header.items():
         dtype, shape, (begin, end) = claim["dtype"], claim["shape"], claim["data_offsets"]
-        if any(type(n) is not int for n in (*shape, begin, end)) or min(shape, default=0) < 0 or not isinstance(dtype, str):
-            raise ValueError(f"the header's entry for tensor {name} makes no sense: {claim}")
+        require(all(type(n) is int for n in (*shape, begin, end)) and min(shape, default=0) >= 0 and isinstance(dtype, str),
+                f"the header's entry for tensor {name} makes no sense: {claim}")
         if dtype not in SAFETENSORS_DTYPES:
             tensors[name] = dtype           # GPT-2's own checkpoints carry causal masks as bytes: nobody needs them
             continue
         count, itemsize = math.prod(shape), SAFETENSORS_DTYPES[dtype].itemsize
-        if not 0 <= begin <= end <= size - start or count * itemsize != end - begin:
-            raise ValueError(f"tensor {name} of shape {shape} needs {count * itemsize} bytes, the header gives it "
-                             f"[{begin}, {end}) of the {size - start} bytes that are there")
+        require(0 <= begin <= end <= size - start and count * itemsize == end - begin,
+                f"tensor {name} of shape {shape} needs {count * itemsize} bytes, the header gives it [{begin}, {end}) of the "
+                f"{size - start} bytes that are there")
         where = {"dtype": SAFETENSORS_DTYPES[dtype], "count": count, "offset": start + begin}
         tensors[name] = torch.frombuffer(data, **where).view(shape) if count else torch.empty(shape)
     return tensors
@@ -165,86 +160,29 @@ def read_safetensors(path):
 def load_weights(folder):
     """Read config.json and model.safetensors of a GPT-2 folder -> Weights. The output head is the embedding (tied)."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r}: no such folder; a model is 'tiny', 'gpt2' or a folder with GPT-2's files")
+    require(folder.is_dir(), f"{str(folder)!r}: no such folder; a model is 'tiny', 'gpt2' or a folder with GPT-2's files")
     config = ModelConfig.load(folder / "config.json")
     path = folder / "model.safetensors"
     with reading(path):
         found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(path).items()}
         for name, shape in config.shapes().items():
-            if name not in found:
-                raise ValueError(f"tensor {name} is missing")
-            if isinstance(found[name], str):
-                raise ValueError(f"tensor {name} has type {found[name]}, supported are {', '.join(SAFETENSORS_DTYPES)}")
-            if found[name].shape != shape:
-                raise ValueError(f"tensor {name}: expected shape {list(shape)}, found {list(found[name].shape)}")
+            require(name in found, f"tensor {name} is missing")
+            tensor = found[name]
+            require(not isinstance(tensor, str), f"tensor {name} has type {tensor}, supported are {', '.join(SAFETENSORS_DTYPES)}")
+            require(tensor.shape == shape, f"tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     return Weights(config, {name: found[name] for name in config.shapes()})
-
-
-GPT2_124M = ModelConfig(vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, width=768)
-
-
-def inflate(weights, dtype=torch.float32, big=GPT2_124M):
-    """The same function in a bigger shape: real work, real lengths, and the small model's text. -> Weights.
-
-    Width: the residual stream is repeated r times. Mean and variance of a vector repeated are the vector's, so LayerNorm
-    is exact; a matrix that reads a repeated vector is tiled and divided by r. Depth: the new layers compute everything
-    and add zero. Vocabulary: the new tokens have to lose always, but the head has no bias; so the last LayerNorm puts the
-    constant 1 into the first repeated dimension, where the new tokens' embedding is -100 (logit -100), and takes 1 off
-    dimension 0, which every old token holds twice.
-    """
-    small = weights.config
-    old_D, new_D = small.width // small.num_heads, big.width // big.num_heads
-    (r, *remainders), (head_copies, rest), (dim_copies, last) = (
-        divmod(large, little) for large, little in ((big.width, small.width), (big.num_heads, small.num_heads), (new_D, old_D)))
-    if any((*remainders, rest, last)) or r < 2 or big.epsilon != small.epsilon or min(
-            big.vocab_size - small.vocab_size, big.context_length - small.context_length, big.num_layers - small.num_layers) < 0:
-        raise ValueError(f"can't inflate {small} to {big}: width, heads and head_dim must be multiples, and nothing smaller")
-
-    def repeat(x):                          # [..., E] -> [..., r E]: what writes to the residual stream, or to the MLP
-        return x.repeat(*[1] * (x.dim() - 1), r)
-
-    def read(x):                            # [in, out] -> [r in, out]: the input comes r times, so each copy counts 1/r
-        return x.repeat(r, 1) / r
-
-    def heads(x):                           # [..., E] -> [..., r E]: repeat the heads, and the dims within each head
-        x = x.unflatten(-1, (small.num_heads, old_D))
-        return x.repeat(*[1] * (x.dim() - 2), head_copies, dim_copies).flatten(-2)
-
-    def qkv(x):                             # [..., 3 E] -> [..., 3 r E]; q.k is a sum over dim_copies times the dims ...
-        q, k, v = x.chunk(3, -1)
-        q = q * (new_D / old_D) ** 0.5 / dim_copies         # ... and is divided by the root of another head_dim
-        return torch.cat([heads(q), heads(k), heads(v)], -1)
-
-    old = {name: tensor.double() for name, tensor in weights.items()}
-    new = {name: torch.zeros(shape, dtype=dtype) for name, shape in big.shapes().items()}
-    for name in ("wte.weight", "wpe.weight"):
-        new[name][:len(old[name])] = repeat(old[name])
-    for i in range(big.num_layers):
-        parts = {"ln_1": (repeat, repeat), "attn.c_attn": (lambda x: qkv(read(x)), qkv),
-                 "ln_2": (repeat, repeat), "mlp.c_fc": (lambda x: repeat(read(x)), repeat)}
-        if i < small.num_layers:            # a layer beyond the last does all the work of the last, and its outputs stay 0
-            parts |= {"attn.c_proj": (lambda x: repeat(heads(x.T).T / r), repeat),
-                      "mlp.c_proj": (lambda x: repeat(read(x)), repeat)}
-        for part, (matrix, bias) in parts.items():
-            source = f"h.{min(i, small.num_layers - 1)}.{part}"
-            new[f"h.{i}.{part}.weight"][:] = matrix(old[f"{source}.weight"])
-            new[f"h.{i}.{part}.bias"][:] = bias(old[f"{source}.bias"])
-    E = small.width
-    new["ln_f.weight"][:E], new["ln_f.bias"][:E] = old["ln_f.weight"], old["ln_f.bias"]
-    new["ln_f.bias"][E], new["wte.weight"][small.vocab_size:, E] = 1.0, -100.0
-    new["ln_f.bias"][0] -= 1.0
-    return Weights(big, new)
 
 
 def load_model(model, dtype):
     """EngineConfig.model -> (Weights, Tokenizer)."""
     folder = EMBEDDED / "tiny" if model in ("tiny", "gpt2") else Path(model)
     weights, tokenizer = load_weights(folder), Tokenizer.load(folder)
-    if max(tokenizer.bytes) >= weights.config.vocab_size:
-        raise ValueError(f"{folder / 'vocab.json'}: id {max(tokenizer.bytes)} is beyond the model's vocab_size of "
-                         f"{weights.config.vocab_size}")
-    return (inflate(weights, dtype) if model == "gpt2" else weights), tokenizer
+    last, size = max(tokenizer.bytes), weights.config.vocab_size
+    require(last < size, f"{folder / 'vocab.json'}: id {last} is beyond the model's vocab_size of {size}")
+    if model == "gpt2":
+        from weights.inflate import inflate         # how to make a model larger is no part of serving it
+        weights = inflate(weights, dtype)
+    return weights, tokenizer
 
 
 # ----------------------------------------------------------------------------------------------
@@ -351,21 +289,17 @@ def to_numpy(logits):
 # configuration and outputs
 
 
-def _choice(*allowed):
-    return lambda v: v in allowed, "one of " + ", ".join(repr(v) for v in allowed)
+def one_of(*allowed):
+    """-> what `option` wants to know of a choice: its test, and what a value must be."""
+    return lambda value: value in allowed, "one of " + ", ".join(repr(value) for value in allowed)
 
 
-def _at_least(least, unit):
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least, f"an integer of at least {least} ({unit})"
-
-
-def _option(default, rule, help):
-    """A field of EngineConfig: its default, (test, what it must be) and the sentence for -h."""
-    return field(default=default, metadata={"rule": rule, "help": help})
+def size(least, unit):
+    return at_least(least), f"an integer of at least {least} ({unit})"
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """Everything that can be set; the command line has a flag for each field. A bad value raises ValueError.
 
     What the sizes do, each on its own:
@@ -385,39 +319,30 @@ class EngineConfig:
     ValueError: block_size=0: it must be an integer of at least 1 (tokens)
     """
 
-    model: str = _option("tiny", (lambda v: isinstance(v, str) and v, "'tiny', 'gpt2' or a folder"),
-                         "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
-    device: str | None = _option(None, _choice("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
-    dtype: str | None = _option(None, _choice("float32", "float64", "bfloat16", "float16"),
-                                "of weights and K/V (bfloat16 on a CPU: of weights only); default: float32 on the CPU, float16 "
-                                "on a GPU")
-    attention: str | None = _option(None, _choice(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
-                                    "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
-    threads: int | None = _option(None, (lambda v: _at_least(1, "")[0](v) and v <= 1024, "an integer from 1 to 1024"),
-                                  "CPU threads; default: 1 for a model as small as tiny, else torch's choice")
-    block_size: int = _option(16, _at_least(1, "tokens"), "tokens per block of the KV pool")
-    num_blocks: int = _option(256, _at_least(1, "blocks"), "blocks in the KV pool")
-    max_num_seqs: int = _option(16, _at_least(1, "requests"), "most requests that run at once")
-    max_num_batched_tokens: int = _option(256, _at_least(1, "tokens"), "token budget of a step")
-    max_prefill_chunk: int | None = _option(None, _at_least(1, "tokens; None: the budget alone"),
-                                            "most tokens of one request in one step; default: the budget alone")
-    enable_prefix_caching: bool = _option(True, _choice(True, False), "find computed prefixes again")
-    batching: str = _option("continuous", _choice("continuous", "static"),
-                            "static admits only when the whole last batch has finished")
-    kv_reservation: str = _option("paged", _choice("paged", "reserved"),
-                                  "reserved takes a request's worst case of blocks up front")
-    drafter: str | None = _option(None, (lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder"),
-                                  "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
-    num_draft_tokens: int | str = _option(4, (lambda v: v == "auto" or _at_least(1, "")[0](v),
-                                              "an integer of at least 1, or 'auto'"),
-                                          "guesses per request and step, or auto: as many as pay")
-    seed: int = _option(0, _at_least(0, "any"), "of requests that bring no seed of their own")
-
-    def __post_init__(self):
-        for f in dataclasses.fields(self):
-            value, (allowed, remedy) = getattr(self, f.name), f.metadata["rule"]
-            if not (value is None and f.default is None) and not allowed(value):
-                raise ValueError(f"{f.name}={value!r}: it must be {remedy}")
+    model: str = option("tiny", lambda v: isinstance(v, str) and v, "'tiny', 'gpt2' or a folder",
+                        "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
+    device: str | None = option(None, *one_of("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
+    dtype: str | None = option(None, *one_of("float32", "float64", "bfloat16", "float16"), "of weights and K/V (bfloat16 on a CPU: "
+                               "of weights only); default: float32 on the CPU, float16 on a GPU")
+    attention: str | None = option(None, *one_of(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
+                                   "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
+    threads: int | None = option(None, lambda v: at_least(1)(v) and v <= 1024, "an integer from 1 to 1024",
+                                 "CPU threads; default: 1 for a model as small as tiny, else torch's choice")
+    block_size: int = option(16, *size(1, "tokens"), "tokens per block of the KV pool")
+    num_blocks: int = option(256, *size(1, "blocks"), "blocks in the KV pool")
+    max_num_seqs: int = option(16, *size(1, "requests"), "most requests that run at once")
+    max_num_batched_tokens: int = option(256, *size(1, "tokens"), "token budget of a step")
+    max_prefill_chunk: int | None = option(None, *size(1, "tokens; None: the budget alone"),
+                                           "most tokens of one request in one step; default: the budget alone")
+    enable_prefix_caching: bool = option(True, *FLAG, "find computed prefixes again")
+    batching: str = option("continuous", *one_of("continuous", "static"),
+                           "static admits only when the whole last batch has finished")
+    kv_reservation: str = option("paged", *one_of("paged", "reserved"), "reserved takes a request's worst case of blocks up front")
+    drafter: str | None = option(None, lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder",
+                                 "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
+    num_draft_tokens: int | str = option(4, lambda v: v == "auto" or at_least(1)(v), "an integer of at least 1, or 'auto'",
+                                         "guesses per request and step, or auto: as many as pay")
+    seed: int = option(0, *size(0, "any"), "of requests that bring no seed of their own")
 
 
 @dataclass
@@ -452,10 +377,11 @@ class Completion:
     num_preemptions: int = 0
     error: str | None = None
 
-    def add(self, output):
+    def add(self, output, request):
         self.token_ids += output.token_ids
         self.text += output.text
         self.finish_reason, self.error = output.finish_reason, output.error
+        self.num_cached_tokens, self.num_preemptions = request.num_cached_tokens, request.num_preemptions
 
 
 # ----------------------------------------------------------------------------------------------
@@ -502,18 +428,19 @@ class Engine:
                                    config.batching, config.kv_reservation)
         self.stats = Stats(self.scheduler)
         self.requests = {}          # request_id -> request, while it lives
-        self.last_batch = []        # (request, position of the first token, number of tokens) of the last step
+        self.last_batch = []        # (request, position of the first token, tokens, of these guesses) of the last step
+        self.last_step = (0.0, 0.0)                                     # when it began and when it ended
+        self.watchers = []          # called with the outputs of each step, before they are handed out; they only look
         self._outbox = []           # outputs that the next step() will hand out
         self._num_requests = 0
 
     def load(self, config):
         """-> (model, tokenizer, cache). A subclass can serve another model."""
         gpu = torch.cuda.is_available()
-        if config.device == "cuda" and not gpu:
-            raise ValueError("device='cuda': torch sees no CUDA GPU here; use device='cpu' or leave it out")
         device = config.device or ("cuda" if gpu else "cpu")
-        if config.attention == "numpy" and device == "cuda":
-            raise ValueError("attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
+        require(gpu or device == "cpu", "device='cuda': torch sees no CUDA GPU here; use device='cpu' or leave it out")
+        require(device == "cpu" or config.attention != "numpy",
+                "attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
         dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
         model, tokenizer, cache = self._load(config.model, dtype, device)
         # Handing half of a tiny matrix to another thread takes longer than computing it, and many times as long if that
@@ -547,8 +474,8 @@ class Engine:
             return name and NgramDrafter(self.model.config.vocab_size)
         model, tokenizer, cache = self._load(EMBEDDED / "draft" if name == "model" else name, self.cache.k.dtype,
                                              self.cache.k.device.type)
-        if tokenizer.ids != self.tokenizer.ids:
-            raise ValueError(f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
+        require(tokenizer.ids == self.tokenizer.ids,
+                f"drafter={name!r}: it has another vocabulary than model={self.config.model!r}; use drafter='ngram'")
 
         # No self in the closure: an engine in a cycle of references would outlive its use.
         block_size, last_id = self.config.block_size, model.config.vocab_size - 1
@@ -573,8 +500,7 @@ class Engine:
         """All or none. params: one for all, or a list, one each. -> ids."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
+        require(len(each) == len(prompts), f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
         requests = [self._make_request(prompt, one, request_id, self._num_requests + i)
                     for i, (prompt, one, request_id) in enumerate(zip(prompts, each, request_ids or [None] * len(prompts)))]
         for request in requests:
@@ -586,37 +512,28 @@ class Engine:
     def _make_request(self, prompt, params, request_id, number):
         """number: how many requests came before."""
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+        require(isinstance(params, SamplingParams), f"params must be SamplingParams, not {type(params).__name__}")
         context, vocabulary = self.model.config.context_length, self.model.config.vocab_size
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)) and all(isinstance(t, Integral) and not isinstance(t, bool) for t in prompt):
-            tokens = [int(token) for token in prompt]
-        else:
-            raise ValueError("the prompt must be a string or a list of token ids")
-        if not tokens:
-            raise ValueError("the prompt is empty: it must have at least one token")
-        unknown = [token for token in tokens if not 0 <= token < vocabulary]
-        if unknown:
-            raise ValueError(f"token id {unknown[0]} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
-        if len(tokens) + 1 > context:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, but the context length is {context} and one token must be "
-                             f"left to generate: shorten it to {context - 1}")
+        require(isinstance(prompt, str) or isinstance(prompt, (list, tuple)) and all(is_a(Integral, token) for token in prompt),
+                "the prompt must be a string or a list of token ids")
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        require(tokens, "the prompt is empty: it must have at least one token")
+        for token in tokens:
+            require(0 <= token < vocabulary, f"token id {token} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
+        require(len(tokens) < context, f"the prompt has {len(tokens)} tokens, but the context length is {context} and one token "
+                f"must be left to generate: shorten it to {context - 1}")
         max_len = min(len(tokens) + params.max_tokens, context)
-        if self.pool.blocks_needed(max_len) > self.pool.num_blocks:
-            slots = self.pool.num_blocks * self.pool.block_size
-            raise ValueError(f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
-                             f"({self.pool.num_blocks} blocks of {self.pool.block_size}): lower max_tokens or raise num_blocks")
+        slots = self.pool.num_blocks * self.pool.block_size
+        require(max_len <= slots, f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
+                f"({self.pool.num_blocks} blocks of {self.pool.block_size}): lower max_tokens or raise num_blocks")
         alive = {*self.requests, *(output.request_id for output in self._outbox)} if self._outbox else self.requests
         if request_id is None:
             request_id = f"request-{number}"
             while request_id in alive:
                 request_id += "'"
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a string, not {type(request_id).__name__}")
-        if request_id in alive:
-            raise ValueError(f"request_id {request_id!r} is alive: choose another, or abort it and take its last output first")
+        require(isinstance(request_id, str), f"request_id must be a string, not {type(request_id).__name__}")
+        require(request_id not in alive,
+                f"request_id {request_id!r} is alive: choose another, or abort it and take its last output first")
         seed = params.seed
         if seed is None:            # a function of the engine's seed and of how many came before
             seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
@@ -631,6 +548,11 @@ class Engine:
             return False
         self._outbox.append(self._finish(request, [], "", "abort"))
         return True
+
+    def fail(self, error):
+        """End the requests of a step that raised `error`; all who run are in every step. Their outputs come with the next one."""
+        for request in self.scheduler.running[:] or [*self.scheduler.waiting.values()]:
+            self._outbox.append(self._finish(request, [], "", "error", f"the step failed: {error!r}"))
 
     def has_unfinished(self):
         """True while a request lives, or an output waits to be handed out by step()."""
@@ -651,7 +573,7 @@ class Engine:
             self._ask_for_guesses()
             draft_seconds = self.clock() - started
         scheduled = self.scheduler.schedule()
-        self.last_batch = [(request, request.num_computed_tokens, n) for request, n in scheduled]
+        self.last_batch = [(request, request.num_computed_tokens, n, len(request.drafts)) for request, n in scheduled]
         if not scheduled:
             return self._take_outbox()
         if self.drafter:
@@ -663,8 +585,8 @@ class Engine:
         # 2) All their tokens end to end. Who reaches its last token has something to sample from: a row for that token,
         #    and one for each guess behind it.
         sequences = []
-        for request, start, n in self.last_batch:
-            rows = 1 + len(request.drafts) if n == request.num_missing + len(request.drafts) else 0
+        for request, start, n, guesses in self.last_batch:
+            rows = 1 + guesses if n == request.num_missing + guesses else 0
             sequences.append((request.tokens[start:start + n] + request.drafts, start, request.block_table, rows))
         batch = Batch.build(sequences, self.config.block_size)
 
@@ -686,7 +608,8 @@ class Engine:
             else:
                 self.scheduler.advance(request, n)
             first += rows
-        self.stats.count_time(started, after - before, self.clock())
+        self.last_step = started, self.clock()
+        self.stats.count_time(started, after - before, self.last_step[1])
         return self._take_outbox()
 
     def _ask_for_guesses(self):
@@ -703,6 +626,8 @@ class Engine:
             request.drafts = self.drafter.guess(request, min(k, room))
 
     def _take_outbox(self):
+        for watch in self.watchers:
+            watch(self._outbox)
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -753,30 +678,28 @@ class Engine:
 
         A prompt that is refused raises ValueError before any of them starts.
         """
-        requests = [self.requests[request_id] for request_id in self.add_requests(prompts, params)]
-        done = {r.request_id: Completion(r.request_id, r.tokens[:]) for r in requests}
+        requests = {request_id: self.requests[request_id] for request_id in self.add_requests(prompts, params)}
+        done = {request_id: Completion(request_id, request.tokens[:]) for request_id, request in requests.items()}
         others = []                     # outputs of requests that were added before: kept for their owner
         try:
             while any(completion.finish_reason is None for completion in done.values()):
                 for output in self.step():
-                    done[output.request_id].add(output) if output.request_id in done else others.append(output)
+                    if output.request_id in done:
+                        done[output.request_id].add(output, requests[output.request_id])
+                    else:
+                        others.append(output)
         finally:
             for request_id in done:
                 self.abort(request_id)  # none is alive, unless we were interrupted
             self._outbox = others + [output for output in self._outbox if output.request_id not in done]
-        for request in requests:
-            completion = done[request.request_id]
-            completion.num_cached_tokens, completion.num_preemptions = request.num_cached_tokens, request.num_preemptions
         return list(done.values())
 
     def check(self):
         """Raise RuntimeError if an invariant of scheduler or pool is broken."""
         self.scheduler.check()
         alive = {*self.scheduler.waiting, *(request.request_id for request in self.scheduler.running)}
-        if alive != set(self.requests):
-            raise RuntimeError(f"engine and scheduler disagree about who lives: {alive ^ set(self.requests)}")
-        if not alive and self.pool.num_used:
-            raise RuntimeError(f"idle, but {self.pool.num_used} blocks are in use")
+        invariant(alive == set(self.requests), f"engine and scheduler disagree about who lives: {alive ^ set(self.requests)}")
+        invariant(alive or not self.pool.num_used, f"idle, but {self.pool.num_used} blocks are in use")
 
 
 # ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache import BlockAllocator
+from kvcache import BlockAllocator, invariant
 
 
 @dataclass(eq=False)            # two requests are the same only if they are the same object
@@ -204,26 +204,19 @@ class Scheduler:
 
     def check(self):
         """Raise RuntimeError if an invariant is broken."""
-        total = sum(n for _, n in self.scheduled)
-        if total > self.budget:
-            raise RuntimeError(f"{total} tokens scheduled, budget {self.budget}")
-        if len(self.running) > self.max_running:
-            raise RuntimeError(f"{len(self.running)} requests run, limit {self.max_running}")
-        arrivals = [request.arrival for request in (*self.running, *self.waiting.values())]
-        if arrivals != sorted(arrivals):
-            raise RuntimeError("running, then waiting, is not the order of arrival")
-        if self.admitted and self.preempted:
-            raise RuntimeError("a request was admitted in a step that preempted")
-        if not set(self.running) <= {request for request, _ in self.scheduled}:
-            raise RuntimeError("a running request computed nothing in this step")
-        for request in self.waiting.values():
-            if request.block_table or request.num_computed_tokens:
-                raise RuntimeError(f"waiting request {request.request_id} holds blocks")
-        for request in self.running:
-            if len(request.block_table) < self.pool.blocks_needed(request.num_computed_tokens):
-                raise RuntimeError(f"{request.request_id}: more tokens computed than its blocks hold")
-            if not 0 <= request.num_computed_tokens < len(request.tokens) <= request.max_len:
-                raise RuntimeError(f"{request.request_id}: num_computed_tokens or length out of range")
+        total, arrivals = sum(n for _, n in self.scheduled), [r.arrival for r in (*self.running, *self.waiting.values())]
+        invariant(total <= self.budget, f"{total} tokens scheduled, budget {self.budget}")
+        invariant(len(self.running) <= self.max_running, f"{len(self.running)} requests run, limit {self.max_running}")
+        invariant(arrivals == sorted(arrivals), "running, then waiting, is not the order of arrival")
+        invariant(not (self.admitted and self.preempted), "a request was admitted in a step that preempted")
+        invariant(set(self.running) <= {r for r, _ in self.scheduled}, "a running request computed nothing in this step")
+        for r in self.waiting.values():
+            invariant(not r.block_table and not r.num_computed_tokens, f"waiting request {r.request_id} holds blocks")
+        for r in self.running:
+            invariant(len(r.block_table) >= self.pool.blocks_needed(r.num_computed_tokens),
+                      f"{r.request_id}: more tokens computed than its blocks hold")
+            invariant(0 <= r.num_computed_tokens < len(r.tokens) <= r.max_len,
+                      f"{r.request_id}: num_computed_tokens or length out of range")
         self.pool.check([request.block_table for request in self.running])
 
 

@@ -43,9 +43,8 @@ import heapq
 import json
 import math
 import re
-import sys
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -54,12 +53,40 @@ import numpy as np
 BONUS, ACCEPT, RESIDUAL, DRAFT = range(4)           # the purposes of a draw
 
 
-def _help(default, text):
-    return field(default=default, metadata={"help": text})      # the command line makes its flags from these
+def option(default, ok, remedy, help):
+    """A field of a config class: its default, a test, what a value that fails must be, and the sentence for -h."""
+    return field(default=default, metadata={"ok": ok, "remedy": remedy, "help": help})
+
+
+def is_a(kind, value):
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def at_least(least):
+    return lambda value: is_a(Integral, value) and value >= least
+
+
+FLAG = (lambda value: isinstance(value, bool)), "True or False"
+
+
+def require(ok, sentence):
+    """For users' mistakes: one sentence, with the limit and the remedy."""
+    if not ok:
+        raise ValueError(sentence)
+
+
+class Checked:
+    """A config class whose fields are options: a value that fails its test raises ValueError. None passes as a default."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            ok = (value is None and f.default is None) or f.metadata["ok"](value)
+            require(ok, f"{f.name}={value!r}: it must be {f.metadata['remedy']}")
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How one request is sampled and when it stops. A bad value raises ValueError.
 
     Same seed, same tokens; without one the engine gives each request its own. top_k above the vocabulary is the vocabulary.
@@ -68,45 +95,28 @@ class SamplingParams:
     ('\\n',)
     """
 
-    max_tokens: int = _help(16, "most tokens to generate; the context length may end it earlier")
-    temperature: float = _help(1.0, "0 is greedy: the likeliest token, the lowest id among equals")
-    top_k: int = _help(0, "keep the k likeliest tokens; 0 keeps all")
-    top_p: float = _help(1.0, "then keep the fewest tokens that hold this much probability; 1 keeps all")
-    seed: int | None = _help(None, "of the draws")
-    stop: tuple = _help((), "the text ends before this string; may be given several times")
-    ignore_eos: bool = _help(False, "go on after <|endoftext|>")
+    max_tokens: int = option(16, at_least(1), "an integer of at least 1",
+                             "most tokens to generate; the context length may end it earlier")
+    temperature: float = option(1.0, lambda v: is_a(Real, v) and 0 <= v < math.inf, "a finite number of at least 0; 0 is greedy",
+                                "0 is greedy: the likeliest token, the lowest id among equals")
+    top_k: int = option(0, at_least(0), "an integer of at least 0; 0 keeps all", "keep the k likeliest tokens; 0 keeps all")
+    top_p: float = option(1.0, lambda v: is_a(Real, v) and 0 < v <= 1, "above 0 and at most 1; 1 keeps all",
+                          "then keep the fewest tokens that hold this much probability; 1 keeps all")
+    seed: int | None = option(None, at_least(-math.inf), "an integer, or None for the engine's choice", "of the draws")
+    stop: tuple = option((), lambda v: isinstance(v, (str, list, tuple, type(None))) and all(isinstance(s, str) and s for s in v or ())
+                         and v != "", "a string or several, none of them empty",
+                         "the text ends before this string; may be given several times")
+    ignore_eos: bool = option(False, *FLAG, "go on after <|endoftext|>")
 
     def __post_init__(self):
-        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._require("max_tokens", _is(Integral, self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1")
-        self._require("temperature", _is(Real, self.temperature) and 0 <= self.temperature < math.inf,
-                      "a finite number of at least 0; 0 is greedy")
-        self._require("top_k", _is(Integral, self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 keeps all")
-        self._require("top_p", _is(Real, self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all")
-        self._require("seed", self.seed is None or _is(Integral, self.seed), "an integer, or None for the engine's choice")
-        self._require("stop", isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop),
-                      "a string or several, none of them empty")
-        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        # NumPy's numbers pass the tests above, but would overflow in the sums to come.
-        plain = {"max_tokens": int(self.max_tokens), "temperature": _float(self.temperature), "top_k": int(self.top_k),
-                 "top_p": float(self.top_p), "seed": None if self.seed is None else int(self.seed), "stop": tuple(stop)}
+        super().__post_init__()
+        # NumPy's numbers pass the tests, but would overflow in the sums to come; an integer can be beyond all floats.
+        heat = min(int(self.temperature), 10**308) if is_a(Integral, self.temperature) else self.temperature
+        plain = {"max_tokens": int(self.max_tokens), "temperature": float(heat),
+                 "top_k": int(self.top_k), "top_p": float(self.top_p), "seed": None if self.seed is None else int(self.seed),
+                 "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())}
         for name, value in plain.items():
             object.__setattr__(self, name, value)           # the way past a frozen dataclass's own guard
-
-    def _require(self, field, ok, remedy):
-        if not ok:
-            raise ValueError(f"{field}={getattr(self, field)!r}: it must be {remedy}")
-
-
-def _is(kind, value):
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _float(value):
-    try:
-        return float(value)
-    except OverflowError:               # an integer beyond all floats
-        return sys.float_info.max
 
 
 # ----------------------------------------------------------------------------------------------
@@ -497,26 +507,23 @@ class Tokenizer:
         path = Path(folder) / "vocab.json"
         with reading(path):
             vocab = json.loads(path.read_text("utf-8"))
-            ids = list(vocab.values())
-            if any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
-                raise ValueError("the ids must be different integers, from 0")
+            ids, alphabet = list(vocab.values()), {*BYTE_TO_CHAR}
+            require(all(type(i) is int and i >= 0 for i in ids) and len(set(ids)) == len(ids), "the ids must be different integers, from 0")
             for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
-                if token not in vocab:
-                    raise ValueError(f"the token {token!r} is missing")
-            strange = [token for token in vocab if not set(token) <= set(BYTE_TO_CHAR)]
-            if strange:
-                raise ValueError(f"the token {strange[0]!r} is not written in GPT-2's alphabet of bytes")
+                require(token in vocab, f"the token {token!r} is missing")
+            for token in vocab:
+                require(set(token) <= alphabet, f"the token {token!r} is not written in GPT-2's alphabet of bytes")
         path = Path(folder) / "merges.txt"
         with reading(path):
             lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
             merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
             for pair in merges:
-                if len(pair) != 2 or "" in pair or not {*pair, "".join(pair)} <= vocab.keys():
-                    raise ValueError(f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
+                require(len(pair) == 2 and "" not in pair and {*pair, "".join(pair)} <= vocab.keys(),
+                        f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
             made = {"".join(pair) for pair in merges}
-            unmade = [token for token in vocab if len(token) > 1 and token not in made and (token[0], token[-1]) != ("<", ">")]
-            if unmade:
-                raise ValueError(f"no line makes the token {unmade[0]!r} of vocab.json: truncated?")
+            for token in vocab:
+                require(len(token) == 1 or token in made or (token[0], token[-1]) == ("<", ">"),
+                        f"no line makes the token {token!r} of vocab.json: truncated?")
         return cls(vocab, merges)
 
     def _merge(self, piece):

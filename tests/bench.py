@@ -1,24 +1,68 @@
-"""`python nanoserve.py bench`: throughput of a fixed, seeded workload, on tiny and on its 124M inflation.
+"""`python nanoserve.py bench`: how fast a fixed, seeded workload runs, and how fast it could, on tiny and on its 124M inflation.
 
-Three figures a model, each the median of its runs:
+First the machine, as the engine meets it (its threads, its type of number):
+
+    memory     bytes/s of reading a tensor that no cache holds
+    multiply   FLOP/s of [M, 768] @ [768, 3072], by the multiply that the engine's layers use, over copies that no cache holds
+
+Then three workloads, each the median of its runs:
 
     prefill    one long prompt, tokens/s to its first token
     decode     one stream of 128 tokens behind a prompt of 128, tokens/s after the first
     mixed      64 requests at once, long-tailed lengths, 16 seats: output tokens/s
 
-Prompts are random ids and <|endoftext|> is ignored, so the work is fixed by the seed. Greedy, no prefix cache.
+Beside each stands its floor. A step takes at least the time to move its bytes (weights once, K and V of every context) at
+the memory's rate, and at least the time of its FLOPs at the best rate of the multiply; the larger of the two is the step's
+floor, and a workload's floor is the sum over its steps. What is reached of it is floor / measured. A 16-bit type that is
+multiplied more slowly than float32 has float32's rate in its floor: nothing would keep an engine from converting it. For tiny
+the floor says less: its weights stay in a cache, which is faster than memory.
+
+Last, where the time of mixed went, part by part. That is a run of its own with a clock around every part, so that no clock
+disturbs the figures above; on a GPU a forward pass is one part, since its launches return before the work is done.
+
+Prompts are random ids and <|endoftext|> is ignored, so the work is fixed by the seed. Greedy, no prefix cache, 1,024 blocks.
+
+Nothing else may run meanwhile. With two threads every multiply ends when the slower thread does: one busy core more, and
+all figures collapse many times over, the machine's own among them. A type of number that a CPU has no instructions for
+(bfloat16 on many) is slower by far more than its bytes are fewer; then gpt2 takes very long.
 """
 
+import copy
+import itertools
 import json
-import os
+import math
 import random
 import statistics
 import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from unittest.mock import patch
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
+import nanoserve
 from kvcache import KERNEL_BLOCK_SIZE, Batch, KVCache
-from nanoserve import Engine, SamplingParams
+from nanoserve import Engine, SamplingParams, pack
+from scheduler import Roofline
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the workloads, for one model."""
+
+    prefill: int = 1000             # tokens of the long prompt, cut at the context length
+    decode: int = 128               # tokens of the stream's prompt, and of its output
+    mixed: int = 64                 # requests
+    broken_down: int = 24           # the first so many of them run again, under the clocks
+    repeat: int = 3                 # runs of prefill and of decode
+    mixed_repeat: int = 1           # runs of mixed
+    memory: int = 2**28             # bytes that are read to measure the machine: beyond any cache
+
+
+MODELS = {"tiny": Sizes(mixed_repeat=3), "gpt2": Sizes()}
 
 
 def greedy(max_tokens):
@@ -37,58 +81,15 @@ def prompt_of(r, length):
     return [r.randrange(1000) for _ in range(length)]       # ids of the embedded vocabulary, which both models share
 
 
-def measure(repeat, **fields):
-    engine = Engine(**fields, enable_prefix_caching=False)
-    engine.generate([prompt_of(random.Random(0), 200)], greedy(4))          # touch weights and pool once
-    longest = min(1000, engine.model.config.context_length - 12)
-    prefill, decode, mixed, outside = [], [], [], []
-    for run in range(repeat):
-        r = random.Random(run)
-        started = time.perf_counter()
-        engine.generate([prompt_of(r, longest)], greedy(1))
-        prefill.append(longest / (time.perf_counter() - started))
-
-        request = engine.requests[engine.add_request(prompt_of(r, 128), greedy(128))]
-        while engine.has_unfinished():
-            engine.step()
-        decode.append(127 / (request.last_token_time - request.first_token_time))
-
-        r = random.Random(2)
-        lengths = [(long_tailed(r, 64), long_tailed(r, 48)) for _ in range(64)]
-        before = engine.stats.model_seconds, engine.stats.step_seconds
-        started = time.perf_counter()
-        done = engine.generate([prompt_of(r, prompt) for prompt, _ in lengths], [greedy(output) for _, output in lengths])
-        mixed.append(sum(len(completion.token_ids) for completion in done) / (time.perf_counter() - started))
-        forward, whole = (now - then for now, then in zip((engine.stats.model_seconds, engine.stats.step_seconds), before))
-        outside.append(1 - forward / whole)
-    figures = {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode, "mixed_tokens_per_s": mixed,
-               "share_outside_forward": outside}
-    return {name: statistics.median(values) for name, values in figures.items()}
-
-
-def run_bench(quiet=False, fields=None):
-    results = {}
-    if not quiet:
-        print(f"{str((fields or {}).get('dtype')):22} prefill tok/s   decode tok/s   mixed tok/s   outside the forward pass"
-              .replace("None   ", "default"))
-    for model, repeat in (("tiny", 5), ("gpt2", 1)):
-        torch.set_num_threads(os.cpu_count())               # what the engine leaves alone for a large model
-        results[model] = figures = measure(repeat, **{**(fields or {}), "model": model, "num_blocks": 1024})
-        if not quiet:
-            prefill, decode, mixed, outside = figures.values()
-            print(f"{model:5} {torch.get_num_threads()} thread(s) {prefill:18,.0f} {decode:14,.1f} {mixed:13,.1f} {outside:26.1%}")
-    print(json.dumps(results))
-
-
 # ----------------------------------------------------------------------------------------------
-# bench --kernels: decode attention on a GPU, beside a plain copy
+# the machine, and the floors that stand on it
 
 
-def seconds_on(device, function, repeat=20):
-    """Median seconds of one call, on the device's own clock."""
+def seconds_on(device, function, repeat=20, limit=math.inf):
+    """Median seconds of one call, on the device's own clock: of `repeat` calls, or of those that fit into `limit` seconds."""
     function()
     times = []
-    for _ in range(repeat):
+    while len(times) < repeat and sum(times) < limit:
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -101,6 +102,233 @@ def seconds_on(device, function, repeat=20):
             function()
             times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def multiply_by(matrix, bias):
+    """x -> x @ matrix + bias as the engine's linear layers do it."""
+    return pack(matrix, bias) or (lambda x: torch.addmm(bias, x, matrix))
+
+
+@torch.inference_mode()
+def measure_machine(device, dtype, memory):
+    """With the threads that are set now -> (bytes/s read, {M: FLOP/s of [M, 768] @ [768, 3072]})."""
+    numbers = torch.ones(memory // 8, dtype=torch.int64, device=device)     # adding integers waits for memory alone
+    bandwidth = memory / seconds_on(device, numbers.sum)
+    fan_in, fan_out, rates = 768, 3072, {}
+    copies = [multiply_by(torch.randn(fan_in, fan_out, device=device).to(dtype), torch.randn(fan_out, device=device).to(dtype))
+              for _ in range(math.ceil(memory / (fan_in * fan_out * dtype.itemsize)))]
+    for M in (1, 16, 256):
+        x, turn = torch.randn(M, fan_in, device=device).to(dtype), itertools.cycle(copies)
+        rates[M] = 2 * M * fan_in * fan_out / seconds_on(device, lambda: next(turn)(x), repeat=2 * len(copies), limit=1.0)
+    return bandwidth, rates
+
+
+def record_steps(engine):
+    """The steps that the engine's model computes from now on, as Roofline takes them -> a list that grows."""
+    steps, forward = [], engine.model.forward
+
+    def recorded(batch, cache):
+        steps.append((np.diff(batch.query_start).tolist(), batch.context_len.tolist(), len(batch.logit_rows)))
+        return forward(batch, cache)
+
+    engine.model.forward = recorded
+    return steps
+
+
+def floor_of(roofline, steps):
+    """-> (seconds that the steps take at best, those to compute alone, those to move alone), each a sum over the steps."""
+    bounds = [roofline.bounds(*step) for step in steps]
+    return sum(map(max, bounds)), sum(compute for compute, _ in bounds), sum(move for _, move in bounds)
+
+
+def floor_of_part(roofline, steps, part):
+    """The same, counting only "linear", "head" or "kv". -> seconds at best. The parts' floors can add up to more than the
+    whole's, where one part waits for memory while another computes."""
+    alone = copy.copy(roofline)
+    for other in {"linear", "head", "kv"} - {part}:
+        setattr(alone, other, 0)
+    return floor_of(alone, steps)[0]
+
+
+# ----------------------------------------------------------------------------------------------
+# where the time went
+
+LINEAR, ATTENTION, HEAD = "linear layers", "attention, with writing and gathering K/V", "head"
+NORM, GELU, FORWARD = "layer norms", "GELU", "rest of the forward pass: embedding, sums, to NumPy"
+SAMPLING, SCHEDULING, BUILDING, GUESSING = "sampling", "scheduling", "building the batch", "guessing"
+PYTHON = "Python: text, counters, the loop"
+PARTS = (LINEAR, ATTENTION, HEAD, NORM, GELU, FORWARD, SAMPLING, SCHEDULING, BUILDING, GUESSING, PYTHON)
+FLOORS = {LINEAR: "linear", ATTENTION: "kv", HEAD: "head"}
+
+
+class PartsClock:
+    """Books every moment to one part: that of the innermost call that is running. So the parts add up to the whole."""
+
+    def __init__(self, part, now=time.perf_counter):
+        self.seconds, self.part, self.now = Counter(), part, now
+        self.since = now()
+
+    def switch(self, part):
+        """-> the part that was running."""
+        now = self.now()
+        self.seconds[self.part] += now - self.since
+        before, self.part, self.since = self.part, part, now
+        return before
+
+    def around(self, function, part):
+        def timed(*args, **options):
+            before = self.switch(part)
+            try:
+                return function(*args, **options)
+            finally:
+                self.switch(before)
+        return timed
+
+
+def break_down(engine, run):
+    """Call run() with a clock around every part of the engine -> {part: seconds}. The engine is left as it was."""
+    calls = [(engine.model, "forward", FORWARD), (nanoserve, "to_numpy", FORWARD), (Batch, "build", BUILDING),
+             (nanoserve, "target_probs", SAMPLING), (nanoserve, "verify", SAMPLING),
+             *((engine.scheduler, name, SCHEDULING) for name in ("schedule", "advance", "finish"))]
+    if engine.drafter:
+        calls += [(engine.drafter, name, GUESSING) for name in ("guess", "fill", "follow")]
+    multiplies = {}
+    if engine.cache.k.device.type == "cpu":
+        calls += [(engine.cache, "attend", ATTENTION), (F, "layer_norm", NORM), (F, "gelu", GELU)]
+        multiplies = engine.model.packed
+    clock = PartsClock(PYTHON)
+    with ExitStack() as patches:
+        for owner, name, part in calls:
+            patches.enter_context(patch.object(owner, name, clock.around(getattr(owner, name), part)))
+        patches.enter_context(patch.dict(multiplies, {
+            name: clock.around(packed or plain_multiply(engine.model.weights, name), HEAD if name == "head" else LINEAR)
+            for name, packed in multiplies.items()}))
+        clock.switch(PYTHON)            # installing the clocks is nobody's part
+        clock.seconds.clear()
+        run()
+        clock.switch(PYTHON)
+    return {part: clock.seconds[part] for part in PARTS if part in clock.seconds}
+
+
+def plain_multiply(weights, name):
+    """What the model does where a matrix is not packed, as a function that a clock can be put around."""
+    if name == "head":
+        return lambda x: x @ weights["wte.weight"].T
+    return lambda x: torch.addmm(weights[f"{name}.bias"], x, weights[f"{name}.weight"])
+
+
+# ----------------------------------------------------------------------------------------------
+# the workloads
+
+
+def measure(sizes, fields):
+    """-> all figures of one model, as they stand in the JSON."""
+    engine = Engine(**fields)
+    shape, model = engine.model.config, getattr(engine.model, "model", engine.model)        # on a GPU it is inside its graphs
+    device, dtype = engine.cache.k.device, model.weights["wte.weight"].dtype
+    bandwidth, rates = measure_machine(device, dtype, sizes.memory)
+    peak = max(rates.values())
+    if dtype.itemsize < 4:
+        peak = max(peak, *measure_machine(device, torch.float32, sizes.memory)[1].values())
+    roofline = Roofline((peak, bandwidth), shape.num_layers, shape.width, shape.vocab_size, dtype.itemsize)
+    result = {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+              "memory_GB_per_s": bandwidth / 1e9, "best_GFLOP_per_s": peak / 1e9,
+              "multiply_GFLOP_per_s": {M: rate / 1e9 for M, rate in rates.items()}}
+    steps = record_steps(engine)
+    engine.generate([prompt_of(random.Random(0), 200)], [greedy(4)])        # touch weights and pool once
+
+    def timed(run):
+        """-> (tokens that run() made, its seconds, and the three of floor_of)."""
+        steps.clear()
+        started = time.perf_counter()
+        tokens = run()
+        return tokens, time.perf_counter() - started, *floor_of(roofline, steps)
+
+    def prefill(r):
+        prompt = prompt_of(r, min(sizes.prefill, shape.context_length - 12))
+        engine.generate([prompt], [greedy(1)])
+        return len(prompt)
+
+    def decode(request):
+        first = request.num_output_tokens
+        while engine.has_unfinished():
+            engine.step()
+        return request.num_output_tokens - first
+
+    def first_token(r):
+        request = engine.requests[engine.add_request(prompt_of(r, sizes.decode), greedy(sizes.decode))]
+        while not request.num_output_tokens:
+            engine.step()
+        return request
+
+    def mixed(count):
+        r = random.Random(2)
+        lengths = [(long_tailed(r, 64), long_tailed(r, 48)) for _ in range(sizes.mixed)]
+        requests = [(prompt_of(r, prompt), greedy(output)) for prompt, output in lengths][:count]
+        done = engine.generate(*map(list, zip(*requests)))
+        return sum(len(completion.token_ids) for completion in done)
+
+    runs = {"prefill": [], "decode": [], "mixed": []}
+    for i in range(sizes.repeat):
+        r = random.Random(i)
+        runs["prefill"].append(timed(lambda: prefill(r)))
+        request = first_token(r)
+        runs["decode"].append(timed(lambda: decode(request)))
+    before = engine.stats.model_seconds, engine.stats.step_seconds
+    for _ in range(sizes.mixed_repeat):
+        runs["mixed"].append(timed(lambda: mixed(sizes.mixed)))
+    forward, whole = (now - then for now, then in zip((engine.stats.model_seconds, engine.stats.step_seconds), before))
+    for work, figures in runs.items():
+        tokens, seconds, floor, compute, move = (statistics.median(column) for column in zip(*figures))
+        result[work] = {"tokens_per_s": tokens / seconds, "seconds": seconds, "floor_seconds": floor, "share_of_floor": floor / seconds,
+                        "seconds_to_compute": compute, "seconds_to_move": move}
+    result["mixed"]["share_outside_forward"] = 1 - forward / whole
+
+    steps.clear()
+    parts = break_down(engine, lambda: mixed(sizes.broken_down))
+    whole, per_step = sum(parts.values()), 1e3 / len(steps)
+    result["breakdown"] = {"steps": len(steps), "ms_per_step": whole * per_step, "parts": {
+        part: {"ms_per_step": seconds * per_step, "share": seconds / whole}
+        | ({"floor_ms_per_step": floor_of_part(roofline, steps, FLOORS[part]) * per_step} if part in FLOORS else {})
+        for part, seconds in parts.items()}}
+    return result
+
+
+def print_model(name, result, sizes):
+    rates = ", ".join(f"M={M} {rate:,.1f}" for M, rate in result["multiply_GFLOP_per_s"].items())
+    print(f"""{name}, {result['dtype']}, {result['threads']} thread(s)
+    memory      {result['memory_GB_per_s']:,.1f} GB/s read
+    multiply    [M, 768] @ [768, 3072], GFLOP/s: {rates}; best {result['best_GFLOP_per_s']:,.1f}
+
+    measured      tokens/s   seconds   floor, s   reached   bytes alone, s   FLOPs alone, s""")
+    for work in ("prefill", "decode", "mixed"):
+        f = result[work]
+        print(f"    {work:8} {f['tokens_per_s']:13,.1f} {f['seconds']:9.3f} {f['floor_seconds']:10.3f} {f['share_of_floor']:9.1%} "
+              f"{f['seconds_to_move']:16.3f} {f['seconds_to_compute']:16.3f}")
+    print(f"    outside the forward pass, of mixed: {result['mixed']['share_outside_forward']:.1%}\n")
+    breakdown = result["breakdown"]
+    print(f"    {'where a step of mixed went':52}     ms    share   floor, ms")
+    for part, f in breakdown["parts"].items():
+        floor = f"{f['floor_ms_per_step']:12.2f}" if "floor_ms_per_step" in f else ""
+        print(f"    {part:52} {f['ms_per_step']:6.2f} {f['share']:8.1%}{floor}")
+    print(f"    {'the whole step':52} {breakdown['ms_per_step']:6.2f}\n"
+          f"    (mean of {breakdown['steps']} steps, the first {sizes.broken_down} requests of mixed once more: a run of its own, with a "
+          "clock around\n    every part; the figures above it are without)\n", flush=True)
+
+
+def run_bench(quiet=False, fields=None, models=MODELS):
+    """fields: of EngineConfig; the model, the pool and the prefix cache are the benchmark's own."""
+    results, threads = {}, torch.get_num_threads()
+    for model, sizes in models.items():
+        results[model] = measure(sizes, {**(fields or {}), "model": model, "num_blocks": 1024, "enable_prefix_caching": False})
+        torch.set_num_threads(threads)          # an engine for a small model sets its own
+        if not quiet:
+            print_model(model, results[model], sizes)
+    print(json.dumps(results))
+
+
+# ----------------------------------------------------------------------------------------------
+# bench --kernels: decode attention on a GPU, beside a plain copy
 
 
 def measure_copy(device, copy_bytes):

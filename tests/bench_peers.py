@@ -1,8 +1,8 @@
-"""The same work on what a user would pick instead: python tests/bench_peers.py [--dtype float32] [--repeat 3]
+"""The same work on what a user would pick instead: python tests/bench_peers.py [--dtype float32] [--repeat 3] [--seats 16]
 
 Hugging Face transformers, where it is installed (it is no requirement of this project): static batches, and its own
-continuous batching. The weights are the same (tiny inflated to 124M), so are prompts and lengths, and every engine has 16
-sequences at a time. One round runs each engine once, so that a disturbance meets all of them; the ratios are those of the
+continuous batching. The weights are the same (tiny inflated to 124M), so are prompts and lengths, and every engine has as
+many sequences at a time. One round runs each engine once, so that a disturbance meets all of them; the ratios are those of the
 medians over the rounds. Greedy, <|endoftext|> ignored, no prefix cache. Outputs are checked for their length.
 """
 
@@ -20,8 +20,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from bench import greedy, long_tailed, prompt_of
 from nanoserve import Engine, load_model
 
-SEATS = 16
-
 
 def workload():
     r = random.Random(2)
@@ -29,8 +27,8 @@ def workload():
     return [(prompt_of(r, prompt), output) for prompt, output in lengths]
 
 
-def nanoserve_runner(dtype):
-    engine = Engine(model="gpt2", dtype=dtype, num_blocks=1024, max_num_seqs=SEATS, enable_prefix_caching=False)
+def nanoserve_runner(dtype, seats):
+    engine = Engine(model="gpt2", dtype=dtype, num_blocks=1024, max_num_seqs=seats, enable_prefix_caching=False)
 
     def run(requests):
         done = engine.generate([prompt for prompt, _ in requests], [greedy(output) for _, output in requests])
@@ -49,13 +47,13 @@ def transformers_model(dtype, attention):
     return model.to(getattr(torch, dtype)).eval()
 
 
-def static_runner(dtype):
+def static_runner(dtype, seats):
     model = transformers_model(dtype, "sdpa")
 
     @torch.inference_mode()
     def run(requests):
-        for i in range(0, len(requests), SEATS):
-            part = requests[i:i + SEATS]
+        for i in range(0, len(requests), seats):
+            part = requests[i:i + seats]
             longest, output = max(len(prompt) for prompt, _ in part), max(output for _, output in part)
             ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in part])
             mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
@@ -65,7 +63,7 @@ def static_runner(dtype):
     return run
 
 
-def continuous_runner(dtype):
+def continuous_runner(dtype, seats):
     from transformers import ContinuousBatchingConfig, GenerationConfig
     model = transformers_model(dtype, "paged|sdpa")
 
@@ -73,7 +71,7 @@ def continuous_runner(dtype):
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256, use_cuda_graph=False),
             continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=1024, max_batch_tokens=512,
-                                                                max_requests_per_batch=SEATS))
+                                                                max_requests_per_batch=seats))
         manager.start()
         for i, (prompt, output) in enumerate(requests):
             manager.add_request(prompt, request_id=str(i), max_new_tokens=output)
@@ -92,6 +90,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--seats", type=int, default=16)
     args = parser.parse_args()
     try:
         import transformers                                         # noqa: F401
@@ -102,8 +101,8 @@ def main():
     works = {"mixed, output tokens/s": (mixed, sum(output for _, output in mixed)),
              "decode of one stream, tokens/s": ([(prompt_of(r, 16), 128)], 128),
              "prefill of 1,000, tokens/s": ([(prompt_of(r, 1000), 1)], 1000)}
-    runners = {"nanoserve": nanoserve_runner(args.dtype), "continuous batching": continuous_runner(args.dtype),
-               "static batches": static_runner(args.dtype)}
+    makers = {"nanoserve": nanoserve_runner, "continuous batching": continuous_runner, "static batches": static_runner}
+    runners = {name: make(args.dtype, args.seats) for name, make in makers.items()}
     for run in runners.values():
         run([(prompt_of(r, 20), 4)])                                # warm up
     for work, (requests, tokens) in works.items():
@@ -114,7 +113,7 @@ def main():
                 run(requests)
                 rates[name].append(tokens / (time.perf_counter() - started))
         medians = {name: statistics.median(values) for name, values in rates.items()}
-        print(f"{work}, {args.dtype}, {SEATS} seats")
+        print(f"{work}, {args.dtype}, {args.seats} seats")
         for name, rate in medians.items():
             print(f"    {name:22} {rate:9,.1f}   {medians['nanoserve'] / rate:5.2f}x", flush=True)
 
