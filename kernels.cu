@@ -28,6 +28,9 @@
 //
 // Grouped-query heads: `group` = heads / kv_heads query heads share a K/V head; GPT-2 has group 1.
 //
+// `#pragma unroll`: an array can live in registers if the compiler knows every index. Loops of a constant length and one
+// statement it unrolls unasked.
+//
 // Past the end of a context a block may hold anything, even NaN. It is loaded (a branch around a load costs more than
 // the load) but never used: its score is MASKED, and its V is set to 0, because 0 * NaN is NaN.
 
@@ -72,11 +75,9 @@ struct Attended {
 
     // Make `score` fit: everything so far was relative to the old top.
     __device__ void raise(float score) {
-        const float old = top;
-        top = fmaxf(top, score);
-        const float shrink = exp2f(old - top);
+        const float higher = fmaxf(top, score), shrink = exp2f(top - higher);
+        top = higher;
         weight *= shrink;
-#pragma unroll
         for (int i = 0; i < N; i++) sum[i] *= shrink;
     }
     // Add what was attended over other keys.
@@ -84,7 +85,6 @@ struct Attended {
         raise(other_top);
         const float shrink = exp2f(other_top - top);
         weight += other_weight * shrink;
-#pragma unroll
         for (int i = 0; i < N; i++) sum[i] += other_sum[i] * shrink;
     }
 };
@@ -92,14 +92,12 @@ struct Attended {
 // ---------------------------------------------------------------------------------------------
 // Attention, simple. grid (heads, tokens), block (HEAD_DIM): a thread for each dimension of the output.
 
+// out is [tokens][heads][HEAD_DIM]; q has such rows too, but q_stride apart. block_tables is [sequences][table_width].
+// Each token has a sequence, where -1 is padding, and a position: it sees the keys 0 .. position of its sequence.
 template <typename T, int HEAD_DIM>
-__global__ void paged_attention_simple(T* out,                              // [tokens][heads][HEAD_DIM]
-                                       const T* q, int q_stride,            // rows of heads * HEAD_DIM, q_stride apart
-                                       const T* k_cache, const T* v_cache,  //
-                                       const int* block_tables, int table_width,  // [sequences][table_width]
-                                       const int* sequences,                // of each token; -1 is padding
-                                       const int* positions,                // of each token: it sees keys 0 .. position
-                                       float scale, int group) {
+__global__ void paged_attention_simple(T* out, const T* q, int q_stride, const T* k_cache, const T* v_cache,
+                                       const int* block_tables, int table_width, const int* sequences,
+                                       const int* positions, float scale, int group) {
     const int head = blockIdx.x, heads = gridDim.x, token = blockIdx.y, d = threadIdx.x;
     const int kv_head = head / group, kv_heads = heads / group;
     if (sequences[token] < 0) return;
@@ -154,8 +152,9 @@ constexpr int WARPS = 4;  // in a thread block
 // grid (kv_heads, tiles, splits), block (32 * WARPS).
 //
 // Rows and tiles.  A row is one query vector: a token and a head. The rows of a sequence that read the same K/V head are
-// numbered token * group + head in group. A tile is up to ROWS of them in a sequence, tiles[t] = (sequence, first row), and
-// shares every load of K and V: 1 row for a decode, 4 for chunks, verification and grouped heads. Sequence -1 is padding.
+// numbered token * group + head in group, its tokens counted from query_start[sequence]. A tile is up to ROWS of them,
+// tiles[t] = (sequence, first row), and shares every load of K and V: 1 row for a decode, 4 for chunks, verification and
+// grouped heads. Sequence -1 is padding.
 //
 // Who reads what.  LANES threads hold one key, 16 bytes each, so one load of a warp fetches KEYS keys, and STEPS loads of K
 // and of V are in flight before the first is used: a CHUNK of keys. The chunks of a split go to its warps in turn. Each
@@ -166,9 +165,8 @@ constexpr int WARPS = 4;  // in a thread block
 template <typename T, int HEAD_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * WARPS)
     paged_attention(T* out, float* partial, const T* q, int q_stride, const T* k_cache, const T* v_cache,
-                    const int* block_tables, int table_width,  //
-                    const int* query_start,                    // [sequences + 1] first token of each
-                    const int* positions, const int2* tiles, float scale, int group) {
+                    const int* block_tables, int table_width, const int* query_start, const int* positions,
+                    const int2* tiles, float scale, int group) {
     constexpr int N = Vec<T>::N, LANES = HEAD_DIM / N, KEYS = 32 / LANES;
     constexpr int STEPS = BLOCK_SIZE / KEYS < 4 ? BLOCK_SIZE / KEYS : 4, CHUNK = KEYS * STEPS;
     static_assert(LANES <= 32 && BLOCK_SIZE % CHUNK == 0, "a chunk of keys must lie in one cache block");
@@ -188,7 +186,6 @@ __global__ void __launch_bounds__(32 * WARPS)
         const int token = start + row / group, head = kv_head * group + row % group;
         last[r] = positions[token];
         const Vec<T> v = load16(q + (long long)token * q_stride + head * HEAD_DIM + piece * N);
-#pragma unroll
         for (int i = 0; i < N; i++) query[r][i] = float(v.x[i]) * (scale * LOG2_E);
     }
 
@@ -211,7 +208,6 @@ __global__ void __launch_bounds__(32 * WARPS)
             k[s] = load16(k_cache + at + s * KEYS * slot_size);
             v[s] = load16(v_cache + at + s * KEYS * slot_size);
         }
-#pragma unroll
         for (int s = 0; s < STEPS; s++)
             if (key + s * KEYS >= context) v[s] = Vec<T>{};
 
@@ -221,9 +217,7 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
                 float dot = 0;
-#pragma unroll
                 for (int i = 0; i < N; i++) dot += query[r][i] * float(k[s].x[i]);
-#pragma unroll
                 for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffff, dot, other);
                 score[s] = key + s * KEYS <= last[r] ? dot : MASKED;
                 top = fmaxf(top, score[s]);
@@ -233,7 +227,6 @@ __global__ void __launch_bounds__(32 * WARPS)
             for (int s = 0; s < STEPS; s++) {
                 const float p = exp2f(score[s] - state[r].top);
                 state[r].weight += p;
-#pragma unroll
                 for (int i = 0; i < N; i++) state[r].sum[i] += p * float(v[s].x[i]);
             }
         }
@@ -246,7 +239,6 @@ __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int other = LANES; other < 32; other *= 2) {
             float sum[N];
-#pragma unroll
             for (int i = 0; i < N; i++) sum[i] = __shfl_xor_sync(0xffffffff, state[r].sum[i], other);
             const float top = __shfl_xor_sync(0xffffffff, state[r].top, other);
             const float weight = __shfl_xor_sync(0xffffffff, state[r].weight, other);

@@ -37,11 +37,10 @@ copy, and only the first copy can be found, until it is reused.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -55,15 +54,6 @@ import torch.nn.functional as F
 # the block allocator
 
 
-def hash_block(parent_hash, tokens):
-    """The hash of a full block: of the hash of all blocks before it and of its own tokens.
-
-    Python's hash of integers is the same in every process, but easy to collide on purpose: it finds
-    candidates, and `same_chain` decides.
-    """
-    return hash((parent_hash, tokens))
-
-
 def invariant(holds, sentence):
     """For the check() methods: what is broken there is a bug of ours, not a user's mistake."""
     if not holds:
@@ -71,31 +61,33 @@ def invariant(holds, sentence):
 
 
 class Prefix:
-    """What a published block holds: its tokens, and through `parent` all tokens before them."""
+    """What a published block holds: its tokens, and through `parent` all tokens before them.
 
-    __slots__ = ("parent", "tokens", "hash")
+    As the key of a dict it finds the block. Its hash is chained, of its tokens and of the hash of its parent. Python's hash
+    of integers is easy to collide on purpose, so a hash only finds candidates; being equal means to spell the same tokens
+    from the very start.
+
+    >>> root = Prefix(None, [1, 2])
+    >>> Prefix(root, [3, 4]) == Prefix(Prefix(None, [1, 2]), [3, 4])
+    True
+    >>> Prefix(root, [3, 4]) == Prefix(Prefix(None, [9, 9]), [3, 4])
+    False
+    """
 
     def __init__(self, parent, tokens):
         self.parent, self.tokens = parent, tuple(tokens)
-        self.hash = hash_block(parent.hash if parent else 0, self.tokens)
+        self.hash = hash((parent, self.tokens))
 
+    def __hash__(self):
+        return self.hash
 
-def same_chain(a, b):
-    """True if two Prefix chains spell the same tokens from the very start.
-
-    Chains usually share their parents, so the walk ends at the first `a is b`.
-
-    >>> root = Prefix(None, [1, 2])
-    >>> same_chain(Prefix(root, [3, 4]), Prefix(Prefix(None, [1, 2]), [3, 4]))
-    True
-    >>> same_chain(Prefix(root, [3, 4]), Prefix(Prefix(None, [9, 9]), [3, 4]))
-    False
-    """
-    while a is not b:
-        if a is None or b is None or a.tokens != b.tokens:
-            return False
-        a, b = a.parent, b.parent
-    return True
+    def __eq__(self, other):
+        a, b = self, other
+        while a is not b:               # chains usually share their parents, so the walk ends early
+            if a is None or b is None or a.tokens != b.tokens:
+                return False
+            a, b = a.parent, b.parent
+        return True
 
 
 class BlockAllocator:
@@ -118,7 +110,7 @@ class BlockAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_count = [0] * num_blocks
         self.prefix = [None] * num_blocks                       # block -> the Prefix it holds, once published
-        self.by_hash = {}                                       # hash -> the block it finds
+        self.by_hash = {}                                       # Prefix -> the block it finds; empty with caching off
         self.free = OrderedDict.fromkeys(range(num_blocks))     # ids with ref_count 0, next to be taken first
 
     def blocks_needed(self, num_tokens):
@@ -136,12 +128,9 @@ class BlockAllocator:
         there would be no logits to sample from.
         """
         hits, parent = [], None
-        if not self.enable_prefix_caching:
-            return hits
         for start in range(0, len(tokens) - self.block_size, self.block_size):
-            wanted = Prefix(parent, tokens[start:start + self.block_size])
-            block = self.by_hash.get(wanted.hash)
-            if block is None or not same_chain(self.prefix[block], wanted):
+            block = self.by_hash.get(Prefix(parent, tokens[start:start + self.block_size]))
+            if block is None:
                 break                       # what comes after a miss depends on what is missing: useless
             hits.append(block)
             parent = self.prefix[block]
@@ -159,23 +148,21 @@ class BlockAllocator:
         for block in hits:                  # before anything is taken, or we might take our own hits
             self.free.pop(block, None)
             self.ref_count[block] += 1
-        table.extend(hits)
-        table.extend(self._take() for _ in range(fresh))
+        table += [*hits, *(self._take() for _ in range(fresh))]
         return True
 
     def _take(self):
         """The free block that has waited longest. From here on its old content can't be found."""
         block, _ = self.free.popitem(last=False)
         if self._findable(block):
-            del self.by_hash[self.prefix[block].hash]
+            del self.by_hash[self.prefix[block]]
         self.prefix[block] = None
         self.ref_count[block] = 1
         return block
 
     def _findable(self, block):
-        """A second copy of the same content has a Prefix, but the hash leads to the first copy."""
-        prefix = self.prefix[block]
-        return prefix is not None and self.by_hash.get(prefix.hash) == block
+        """A second copy of the same content has an equal Prefix, but it leads to the first copy."""
+        return self.by_hash.get(self.prefix[block]) == block
 
     def publish(self, table, tokens, start, end):
         """Make the blocks findable that became full when positions [start, end) of `tokens` were computed.
@@ -189,7 +176,7 @@ class BlockAllocator:
             parent = self.prefix[table[i - 1]] if i else None
             prefix = Prefix(parent, tokens[i * self.block_size:(i + 1) * self.block_size])
             self.prefix[table[i]] = prefix
-            self.by_hash.setdefault(prefix.hash, table[i])
+            self.by_hash.setdefault(prefix, table[i])
 
     def release(self, table):
         """Give up every block of `table` and empty it. A block goes back to the pool with its last owner."""
@@ -208,17 +195,13 @@ class BlockAllocator:
 
     def check(self, tables):
         """Raise RuntimeError if an invariant is broken; tables: the block tables of all live sequences."""
-        owners = [0] * self.num_blocks
-        for table in tables:
-            for block in table:
-                owners[block] += 1
-        for block, n in enumerate(owners):
-            invariant(self.ref_count[block] == n, f"block {block}: ref_count {self.ref_count[block]}, but {n} owners")
+        owners = Counter(block for table in tables for block in table)
+        for block, n in enumerate(self.ref_count):
+            invariant(n == owners[block], f"block {block}: ref_count {n}, but {owners[block]} owners")
             invariant((block in self.free) == (n == 0), f"block {block}: {n} owners, in the free list: {block in self.free}")
-        invariant(len(self.free) + sum(n > 0 for n in owners) == self.num_blocks, "free and used blocks do not add up to the pool")
-        for key, block in self.by_hash.items():
-            prefix = self.prefix[block]
-            invariant(prefix and prefix.hash == key and len(prefix.tokens) == self.block_size,
+        invariant(len(self.free) + len(owners) == self.num_blocks, "free and used blocks do not add up to the pool")
+        for prefix, block in self.by_hash.items():
+            invariant(self.prefix[block] == prefix and len(prefix.tokens) == self.block_size,
                       f"block {block}: the hash map and the block disagree")
 
 
@@ -252,20 +235,18 @@ class Batch:
     @classmethod
     def build(cls, sequences, block_size):
         """sequences: list of (new token ids, position of the first, block table, how many last rows need logits)."""
-        counts = np.array([len(tokens) for tokens, _, _, _ in sequences])
-        starts = np.array([start for _, start, _, _ in sequences])
-        wanted = np.array([logits for _, _, _, logits in sequences])
-        block_tables = np.full((len(sequences), max(len(table) for _, _, table, _ in sequences)), -1)
-        for r, (_, _, table, _) in enumerate(sequences):
+        ids, starts, tables, wanted = zip(*sequences)
+        counts = np.array([len(new) for new in ids])
+        block_tables = np.full((len(tables), max(map(len, tables))), -1)
+        for r, table in enumerate(tables):
             block_tables[r, :len(table)] = table
         query_start = np.concatenate([[0], np.cumsum(counts)])
-        owner = np.repeat(np.arange(len(sequences)), counts)                            # [T] row -> sequence
-        positions = np.arange(len(owner)) - query_start[owner] + starts[owner]          # [T]
+        owner = np.repeat(np.arange(len(counts)), counts)                               # [T] row -> sequence
+        positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]          # [T]
         slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
         context_len = starts + counts
-        tokens = np.concatenate([tokens for tokens, _, _, _ in sequences])
         logit_rows = np.flatnonzero(positions >= (context_len - wanted)[owner])
-        return cls(tokens, positions, owner, slots, query_start, context_len, block_tables, logit_rows, block_size)
+        return cls(np.concatenate(ids), positions, owner, slots, query_start, context_len, block_tables, logit_rows, block_size)
 
     @cached_property
     def groups(self):
@@ -284,8 +265,7 @@ class Batch:
             # Past its own context a shorter sequence reads its position 0 once more: a slot that is surely written.
             # The mask drops it, but 0 * NaN is NaN, so the mask alone could not make a foreign slot harmless.
             read = np.where(column < self.context_len[members, None], column, 0)        # [R', C]
-            blocks = self.block_tables[members[:, None], read // self.block_size]
-            slots = blocks * self.block_size + read % self.block_size
+            slots = self.block_tables[members[:, None], read // self.block_size] * self.block_size + read % self.block_size
             # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
             seen = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
             mask = np.where(seen, np.float32(0), np.float32(-np.inf))                   # added to the scores
@@ -303,27 +283,24 @@ def attention_numpy(q, k_cache, v_cache, batch):
     q [T, H, D], caches [N, B, G, D] of one layer, torch tensors on the CPU -> [T, H, D].
     Query head h reads key/value head h // (H / G).
     """
-    queries, keys, values = (tensor.double().numpy() for tensor in (q, k_cache, v_cache))
-    T, H, D = queries.shape
-    G = keys.shape[2]
-    keys, values = keys.reshape(-1, G, D), values.reshape(-1, G, D)                 # [N, B, G, D] -> [slots, G, D]
-    out = np.zeros((T, H, D))
-    for r, table in enumerate(batch.block_tables):
-        for row in range(batch.query_start[r], batch.query_start[r + 1]):
-            position = np.arange(batch.positions[row] + 1)                          # causal: itself and before
-            slots = table[position // batch.block_size] * batch.block_size + position % batch.block_size
-            for h in range(H):
-                g = h * G // H
-                scores = keys[slots, g] @ queries[row, h] / math.sqrt(D)            # [C, D] @ [D] -> [C]
-                weights = np.exp(scores - scores.max())
-                out[row, h] = weights / weights.sum() @ values[slots, g]            # [C] @ [C, D] -> [D]
+    (_, H, D), G = q.shape, k_cache.shape[2]
+    queries = q.double().numpy()
+    keys, values = (cache.double().numpy().reshape(-1, G, D) for cache in (k_cache, v_cache))       # -> [slots, G, D]
+    out = np.zeros(queries.shape)
+    for row, r in enumerate(batch.sequences):
+        position = np.arange(batch.positions[row] + 1)                              # causal: itself and before
+        slots = batch.block_tables[r, position // batch.block_size] * batch.block_size + position % batch.block_size
+        for h in range(H):
+            g = h * G // H
+            scores = keys[slots, g] @ queries[row, h] / math.sqrt(D)                # [C, D] @ [D] -> [C]
+            weights = np.exp(scores - scores.max())
+            out[row, h] = weights / weights.sum() @ values[slots, g]                # [C] @ [C, D] -> [D]
     return torch.from_numpy(out).to(q.dtype)
 
 
 def attention_torch(q, k_cache, v_cache, batch):
     """The same by gathering each group's keys and values out of their slots. Shapes as in attention_numpy."""
-    _, H, D = q.shape
-    G = k_cache.shape[2]
+    (_, H, D), G = q.shape, k_cache.shape[2]
     keys, values = k_cache.view(-1, G * D), v_cache.view(-1, G * D)                 # [slots, G * D]
     out = torch.empty_like(q)
     for rows, slots, mask in batch.groups:
@@ -343,12 +320,11 @@ class KVCache:
     """The K and V of every slot of the pool, in every layer. Which slot belongs to whom is the allocator's business."""
 
     def __init__(self, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device, attention):
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         try:
-            self.k = torch.zeros(shape, dtype=dtype, device=device)
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
+            self.k, self.v = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, TypeError):       # TypeError: more than 64 bits
-            size = 2 * math.prod(shape) * dtype.itemsize / 2**30
+            size = math.prod(shape) * dtype.itemsize / 2**30
             raise ValueError(f"num_blocks={num_blocks}: a pool of {size:,.1f} GiB is more memory than can be had: lower "
                              "num_blocks or block_size") from None
         self.attention = ATTENTION[attention]
@@ -405,14 +381,12 @@ def compile_kernels(code, names, device):
     module = cupy.RawModule(code=code, options=("-std=c++17",), name_expressions=names)
     module.compile()            # now: nothing can be compiled or loaded while a CUDA graph is being captured
 
-    def on_torchs_stream(kernel):
-        def launch(grid, block, arguments):
-            # Asked anew at every launch: during a capture, torch's current stream is another one.
-            with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
-                kernel(grid, block, arguments)
-        return launch
+    def launch_on_torchs_stream(kernel, grid, block, arguments):
+        # Asked anew at every launch: during a capture, torch's current stream is another one.
+        with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+            kernel(grid, block, arguments)
 
-    return {name: on_torchs_stream(module.get_function(name)) for name in names}
+    return {name: partial(launch_on_torchs_stream, module.get_function(name)) for name in names}
 
 
 def has_kernels(dtype, head_dim, block_size):
@@ -486,12 +460,11 @@ def attention_cuda(q, k_cache, v_cache, batch):
     (T, H, D), G, plan = q.shape, k_cache.shape[2], batch.launch_plan
     kernels, instance = load_kernels(k_cache.dtype, D, k_cache.shape[1], q.device), f"<{KERNEL_TYPES[k_cache.dtype]}, {D}"
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
-    q_stride, table_width = np.int32(q.stride(0)), np.int32(plan.block_tables.shape[1])
-    scale, group = np.float32(D ** -0.5), np.int32(H // G)
     for rows, tiles in plan.tiles.items():
         launch(kernels[f"paged_attention{instance}, {rows}>"], (G, len(tiles), plan.splits), (128, 1, 1),
-               out, plan.partial, q, q_stride, k_cache, v_cache, plan.block_tables, table_width,
-               plan.query_start, plan.positions, tiles, scale, group)
+               out, plan.partial, q, np.int32(q.stride(0)), k_cache, v_cache,
+               plan.block_tables, np.int32(plan.block_tables.shape[1]), plan.query_start, plan.positions, tiles,
+               np.float32(D ** -0.5), np.int32(H // G))
     if plan.splits > 1:
         launch(kernels[f"merge_splits{instance}>"], (H, T, 1), (D, 1, 1),
                out, plan.partial, plan.sequences, np.int32(plan.splits))
@@ -519,7 +492,7 @@ class DecodeGraphs:
         self.model, self.config = model, model.config
         # A stream of its own: all graphs captured on a stream lose their cuBLAS workspace when one of them is destroyed.
         self.stream = torch.cuda.Stream() if capture else None
-        self.graphs = {}                    # (size, address of the cache) -> (inputs, replay, logits [size, V])
+        self.graphs = {}                    # (size, address of the cache) -> (tokens [size], plan, replay, logits [size, V])
 
     @torch.inference_mode()
     def forward(self, batch, cache):
@@ -531,8 +504,15 @@ class DecodeGraphs:
         key = size, cache.k.data_ptr()
         if key not in self.graphs:
             self.graphs[key] = self._record(size, cache)
-        inputs, replay, logits = self.graphs[key]
-        self._fill(inputs, batch)
+        tokens, plan, replay, logits = self.graphs[key]
+        # The batch into the first places, padding into the others.
+        for frozen, values, padding in ((tokens, batch.tokens, 0), (plan.positions, batch.positions, 0),
+                                        (plan.slots, batch.slots, -1), (plan.sequences, batch.sequences, -1)):
+            frozen[:R], frozen[R:] = torch.from_numpy(values), padding
+        # A frozen table is as long as the longest; what lies behind a sequence's end is never read. A draft may have the
+        # shorter context, and then the target's tables are longer still.
+        width = min(batch.block_tables.shape[1], plan.block_tables.shape[1])
+        plan.block_tables[:R, :width] = torch.from_numpy(batch.block_tables[:, :width])
         replay()
         if len(batch.logit_rows) == R:          # unless one of them is a prompt whose chunk is a single token
             return logits[:R].clone()
@@ -540,42 +520,26 @@ class DecodeGraphs:
 
     def _record(self, size, cache):
         """Run the model on nothing but padding, so that all is compiled, loaded and allocated, and once more to record it.
-        -> (inputs, replay, logits [size, V])"""
+        -> (tokens and LaunchPlan, to be filled in; replay; its logits)"""
         (block_size, G, D), device, longest = cache.k.shape[2:], cache.k.device, self.config.context_length
         table = [0] * math.ceil(longest / block_size)
         batch = Batch.build([([0], longest - 1, table, 1)] * size, block_size)      # the largest that can come ...
-        plan = LaunchPlan.make(batch, self.config.num_heads, G, D, device)
+        batch.launch_plan = plan = LaunchPlan.make(batch, self.config.num_heads, G, D, device)
         plan.slots[:], plan.sequences[:] = -1, -1                                   # ... and none of it is there
-        inputs = SimpleNamespace(tokens=torch.from_numpy(batch.tokens).to(device),
-                                 positions=torch.from_numpy(batch.positions).to(device), launch_plan=plan)
+        tokens = torch.from_numpy(batch.tokens).to(device)
 
         def run():
             for tiles in plan.tiles.values():   # a decode is its own sequence, or -1
                 tiles[:, 0] = plan.sequences.repeat_interleave(len(tiles) // size)
-            return self.model.compute(inputs.tokens, inputs.positions, slice(None), inputs, cache)
+            return self.model.compute(tokens, plan.positions.long(), slice(None), batch, cache)
 
         if self.stream is None:
             logits = run()
-            return inputs, lambda: logits.copy_(run()), logits
+            return tokens, plan, lambda: logits.copy_(run()), logits
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
             run()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, stream=self.stream):       # which synchronizes once more
             logits = run()
-        return inputs, graph.replay, logits
-
-    @staticmethod
-    def _fill(inputs, batch):
-        """The batch into the first places, padding into the others. A block table is as long as the longest; what lies
-        behind its end is never read."""
-        R, plan = len(batch.context_len), inputs.launch_plan
-        for frozen, values, padding in ((inputs.tokens, batch.tokens, 0), (inputs.positions, batch.positions, 0),
-                                        (plan.positions, batch.positions, 0), (plan.slots, batch.slots, -1),
-                                        (plan.sequences, batch.sequences, -1)):
-            padded = np.full(len(frozen), padding)
-            padded[:R] = values
-            frozen.copy_(torch.from_numpy(padded))
-        width = min(batch.block_tables.shape[1], plan.block_tables.shape[1])    # a draft may have the shorter context
-        plan.block_tables[:R, :width] = torch.from_numpy(batch.block_tables[:, :width])
+        return tokens, plan, graph.replay, logits

@@ -1,8 +1,8 @@
-"""nanoserve.py: the model, the engine and the command line.
+"""nanoserve.py: the model, the engine, the HTTP endpoint and the command line.
 
 What it does.  Loads a GPT-2 (`load_weights`), runs it over a ragged batch (`GPT2`), and turns the crank:
 `Engine.step` asks the scheduler who computes what, makes one forward pass, turns logits into tokens and tokens into
-text. `python nanoserve.py` does it before your eyes.
+text. `python nanoserve.py` does it before your eyes, `python nanoserve.py serve` for clients of OpenAI's API.
 
 What it does not know.  Which block is free (kvcache.py), whose turn it is (scheduler.py), how a token is drawn (spec.py).
 
@@ -27,21 +27,30 @@ Limits.  GPT-2's architecture only, one device, no quantisation.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
-import mmap
 import os
+import queue
+import re
+import select
 import shutil
+import signal
+import socket
 import sys
 import textwrap
+import threading
 import time
-import typing
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from numbers import Integral
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -49,8 +58,11 @@ import torch.nn.functional as F
 
 from kvcache import ATTENTION, Batch, BlockAllocator, DecodeGraphs, KVCache, has_kernels, invariant
 from scheduler import Request, Scheduler, Stats
-from spec import (FLAG, Acceptance, Checked, Detokenizer, ModelDrafter, NgramDrafter, PassCost, SamplingParams, Tokenizer, at_least,
-                  choose_drafts, is_a, option, reading, require, target_probs, verify)
+from spec import (FLAG, Acceptance, Checked, Detokenizer, ModelDrafter, NgramDrafter, NoDrafter, SamplingParams, at_least,
+                  choose_drafts, fit_line, is_a, one_of, option, reading, require, target_probs, verify)
+from weights.inflate import inflate
+from weights.safetensors import DTYPES, read_safetensors
+from weights.tokenizer import Tokenizer
 
 EMBEDDED = Path(__file__).parent / "weights"
 
@@ -121,42 +133,6 @@ class Weights(dict):
         self.config = config
 
 
-SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def read_safetensors(path):
-    """name -> tensor, each a window into the memory-mapped file: pages are read when used, and not copied.
-    A tensor of a type that torch has no use for here is given as the type's name.
-
-    The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the numbers.
-    The header may lie (a download that broke off), so every claim is checked against the file.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""    # COPY: torch wants it writable
-    start = 8 + int.from_bytes(data[:8], "little")
-    require(start <= size, f"its header should end at byte {start}, the file has {size}: truncated?")
-    try:
-        header, tensors = json.loads(data[8:start]), {}
-    except ValueError as error:
-        raise ValueError(f"its header, bytes 8 to {start}, is not JSON: {error}") from None
-    header.pop("__metadata__", None)
-    for name, claim in header.items():
-        dtype, shape, (begin, end) = claim["dtype"], claim["shape"], claim["data_offsets"]
-        require(all(type(n) is int for n in (*shape, begin, end)) and min(shape, default=0) >= 0 and isinstance(dtype, str),
-                f"the header's entry for tensor {name} makes no sense: {claim}")
-        if dtype not in SAFETENSORS_DTYPES:
-            tensors[name] = dtype           # GPT-2's own checkpoints carry causal masks as bytes: nobody needs them
-            continue
-        count, itemsize = math.prod(shape), SAFETENSORS_DTYPES[dtype].itemsize
-        require(0 <= begin <= end <= size - start and count * itemsize == end - begin,
-                f"tensor {name} of shape {shape} needs {count * itemsize} bytes, the header gives it [{begin}, {end}) of the "
-                f"{size - start} bytes that are there")
-        where = {"dtype": SAFETENSORS_DTYPES[dtype], "count": count, "offset": start + begin}
-        tensors[name] = torch.frombuffer(data, **where).view(shape) if count else torch.empty(shape)
-    return tensors
-
-
 def load_weights(folder):
     """Read config.json and model.safetensors of a GPT-2 folder -> Weights. The output head is the embedding (tied)."""
     folder = Path(folder)
@@ -168,7 +144,7 @@ def load_weights(folder):
         for name, shape in config.shapes().items():
             require(name in found, f"tensor {name} is missing")
             tensor = found[name]
-            require(not isinstance(tensor, str), f"tensor {name} has type {tensor}, supported are {', '.join(SAFETENSORS_DTYPES)}")
+            require(not isinstance(tensor, str), f"tensor {name} has type {tensor}, supported are {', '.join(DTYPES)}")
             require(tensor.shape == shape, f"tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     return Weights(config, {name: found[name] for name in config.shapes()})
 
@@ -179,10 +155,7 @@ def load_model(model, dtype):
     weights, tokenizer = load_weights(folder), Tokenizer.load(folder)
     last, size = max(tokenizer.bytes), weights.config.vocab_size
     require(last < size, f"{folder / 'vocab.json'}: id {last} is beyond the model's vocab_size of {size}")
-    if model == "gpt2":
-        from weights.inflate import inflate         # how to make a model larger is no part of serving it
-        weights = inflate(weights, dtype)
-    return weights, tokenizer
+    return inflate(weights, dtype) if model == "gpt2" else weights, tokenizer
 
 
 # ----------------------------------------------------------------------------------------------
@@ -228,13 +201,12 @@ def pack(matrix, bias=None):
     torch.addmm finds a layout anew in every call. These operators of torch are private: where they are missing, or the type
     is not theirs, the answer is None, and addmm it is.
     """
-    operators = torch.ops.mkldnn
     wanted = matrix.numel() >= 2**18 and matrix.dtype in (torch.float32, torch.bfloat16)     # a small one fits the cache as it is
     if not (wanted and matrix.device.type == "cpu" and torch.backends.mkldnn.is_available()):
         return None
     try:
-        packed = operators._reorder_linear_weight(matrix.T.contiguous(), 16)
-        return lambda x: operators._linear_pointwise(x, packed, bias, "none", [], "")
+        packed = torch.ops.mkldnn._reorder_linear_weight(matrix.T.contiguous(), 16)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     except (AttributeError, RuntimeError):
         return None
 
@@ -289,60 +261,54 @@ def to_numpy(logits):
 # configuration and outputs
 
 
-def one_of(*allowed):
-    """-> what `option` wants to know of a choice: its test, and what a value must be."""
-    return lambda value: value in allowed, "one of " + ", ".join(repr(value) for value in allowed)
-
-
-def size(least, unit):
-    return at_least(least), f"an integer of at least {least} ({unit})"
-
-
 @dataclass(frozen=True)
 class EngineConfig(Checked):
     """Everything that can be set; the command line has a flag for each field. A bad value raises ValueError.
 
-    What the sizes do, each on its own:
-
-    num_blocks              memory. More: more requests at once, more prefixes still to be found, fewer preemptions.
-    block_size              larger: shorter block tables, fewer hash look-ups; but whole blocks are shared, and up to
-                            block_size - 1 slots of each request stay empty.
-    max_num_seqs            seats. More of them share one reading of the weights, and each waits for a larger pass.
-    max_num_batched_tokens  the longest a pass may get. Larger: prompts are done sooner; smaller: streams are smoother.
-    max_prefill_chunk       the same for one request: what a long prompt may take of a pass that streams are waiting for.
-    num_draft_tokens        more guesses: more tokens from a pass when they are right, more rows for nothing when not.
-
-    batching="static" and kv_reservation="reserved" are how it used to be done. They are here to be measured.
+    model                   tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files
+    device                  cpu or cuda; default: cuda where there is one
+    dtype                   of weights and K/V (bfloat16 on a CPU: of weights only); default: float32 on a CPU, float16 on a GPU
+    attention               numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU with CuPy where
+                            kernels.cu can do it, else torch
+    threads                 CPU threads; default: 1 for a model as small as tiny, else torch's choice
+    block_size              tokens per block of the KV pool. Larger: shorter block tables, fewer hash look-ups; but whole blocks
+                            are shared, and up to block_size - 1 slots of each request stay empty
+    num_blocks              blocks in the KV pool. More: more requests at once, more prefixes still to be found, fewer
+                            preemptions
+    max_num_seqs            most requests that run at once. More of them share one reading of the weights, and each waits for a
+                            larger pass
+    max_num_batched_tokens  token budget of a step. Larger: prompts are done sooner; smaller: streams are smoother
+    max_prefill_chunk       most tokens of one request in one step: what a long prompt may take of a pass that streams wait for;
+                            default: the budget alone
+    enable_prefix_caching   find computed prefixes again
+    batching                continuous, or static: admit only when the whole last batch has finished, as it used to be done
+    kv_reservation          paged, or reserved: take a request's worst case of blocks up front, as it used to be done
+    drafter                 guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses
+    num_draft_tokens        guesses per request and step, or auto: as many as pay. More tokens from a pass when they are right,
+                            more rows for nothing when not
+    seed                    of requests that bring no seed of their own
 
     >>> EngineConfig(block_size=0)
     Traceback (most recent call last):
     ValueError: block_size=0: it must be an integer of at least 1 (tokens)
     """
 
-    model: str = option("tiny", lambda v: isinstance(v, str) and v, "'tiny', 'gpt2' or a folder",
-                        "tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files")
-    device: str | None = option(None, *one_of("cpu", "cuda"), "cpu or cuda; default: cuda where there is one")
-    dtype: str | None = option(None, *one_of("float32", "float64", "bfloat16", "float16"), "of weights and K/V (bfloat16 on a CPU: "
-                               "of weights only); default: float32 on the CPU, float16 on a GPU")
-    attention: str | None = option(None, *one_of(*ATTENTION), "numpy (the slow reference), torch or cuda (kernels.cu); "
-                                   "default: cuda on a GPU with CuPy where kernels.cu can do it, else torch")
-    threads: int | None = option(None, lambda v: at_least(1)(v) and v <= 1024, "an integer from 1 to 1024",
-                                 "CPU threads; default: 1 for a model as small as tiny, else torch's choice")
-    block_size: int = option(16, *size(1, "tokens"), "tokens per block of the KV pool")
-    num_blocks: int = option(256, *size(1, "blocks"), "blocks in the KV pool")
-    max_num_seqs: int = option(16, *size(1, "requests"), "most requests that run at once")
-    max_num_batched_tokens: int = option(256, *size(1, "tokens"), "token budget of a step")
-    max_prefill_chunk: int | None = option(None, *size(1, "tokens; None: the budget alone"),
-                                           "most tokens of one request in one step; default: the budget alone")
-    enable_prefix_caching: bool = option(True, *FLAG, "find computed prefixes again")
-    batching: str = option("continuous", *one_of("continuous", "static"),
-                           "static admits only when the whole last batch has finished")
-    kv_reservation: str = option("paged", *one_of("paged", "reserved"), "reserved takes a request's worst case of blocks up front")
-    drafter: str | None = option(None, lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder",
-                                 "guess ahead: ngram, model (the embedded draft) or a folder; default: no guesses")
-    num_draft_tokens: int | str = option(4, lambda v: v == "auto" or at_least(1)(v), "an integer of at least 1, or 'auto'",
-                                         "guesses per request and step, or auto: as many as pay")
-    seed: int = option(0, *size(0, "any"), "of requests that bring no seed of their own")
+    model: str = option("tiny", lambda v: isinstance(v, str) and v, "'tiny', 'gpt2' or a folder")
+    device: str | None = option(None, *one_of("cpu", "cuda"))
+    dtype: str | None = option(None, *one_of("float32", "float64", "bfloat16", "float16"))
+    attention: str | None = option(None, *one_of(*ATTENTION))
+    threads: int | None = option(None, lambda v: is_a(Integral, v) and 1 <= v <= 1024, "an integer from 1 to 1024")
+    block_size: int = option(16, *at_least(1, " (tokens)"))
+    num_blocks: int = option(256, *at_least(1, " (blocks)"))
+    max_num_seqs: int = option(16, *at_least(1, " (requests)"))
+    max_num_batched_tokens: int = option(256, *at_least(1, " (tokens)"))
+    max_prefill_chunk: int | None = option(None, *at_least(1, " (tokens; None: the budget alone)"))
+    enable_prefix_caching: bool = option(True, *FLAG)
+    batching: str = option("continuous", *one_of("continuous", "static"))
+    kv_reservation: str = option("paged", *one_of("paged", "reserved"))
+    drafter: str | None = option(None, lambda v: isinstance(v, str) and v, "'ngram', 'model' or a folder")
+    num_draft_tokens: int | str = option(4, lambda v: v == "auto" or is_a(Integral, v) and v > 0, "at least 1, or 'auto'")
+    seed: int = option(0, *at_least(0, " (any)"))
 
 
 @dataclass
@@ -377,12 +343,6 @@ class Completion:
     num_preemptions: int = 0
     error: str | None = None
 
-    def add(self, output, request):
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.finish_reason, self.error = output.finish_reason, output.error
-        self.num_cached_tokens, self.num_preemptions = request.num_cached_tokens, request.num_preemptions
-
 
 # ----------------------------------------------------------------------------------------------
 # the engine
@@ -396,10 +356,8 @@ class ServedRequest(Request):
     seed: int = 0
     draft_probs: np.ndarray | None = None       # [k, V] what each of `drafts` was drawn from
     acceptance: Acceptance = None               # of its guesses
-    text: Detokenizer = None
-
-
-MOST_DRAFTS = 5                         # with num_draft_tokens="auto": what a longer run adds rarely pays for being tried
+    detokenizer: Detokenizer = None
+    completion: Completion = None               # what was handed out so far
 
 
 class Engine:
@@ -421,7 +379,8 @@ class Engine:
         self.config = config = dataclasses.replace(config or EngineConfig(), **fields)
         self.model, self.tokenizer, self.cache = self.load(config)
         self.drafter = self.load_drafter()
-        self.pass_cost, self.draft_cost = PassCost(), PassCost()        # of the target, by rows; of the drafter, by depth
+        # (rows, seconds) of the last passes, and (depth, seconds) of the drafter's: what "auto" learns the costs from.
+        self.passes, self.draft_passes = deque(maxlen=100), deque(maxlen=100)
         self.acceptance = Acceptance()
         self.pool = BlockAllocator(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_chunk,
@@ -436,9 +395,8 @@ class Engine:
 
     def load(self, config):
         """-> (model, tokenizer, cache). A subclass can serve another model."""
-        gpu = torch.cuda.is_available()
-        device = config.device or ("cuda" if gpu else "cpu")
-        require(gpu or device == "cpu", "device='cuda': torch sees no CUDA GPU here; use device='cpu' or leave it out")
+        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        require(device == "cpu" or torch.cuda.is_available(), "device='cuda': torch sees no CUDA GPU here; use device='cpu'")
         require(device == "cpu" or config.attention != "numpy",
                 "attention='numpy': the reference runs on the CPU; use device='cpu' or attention='torch'")
         dtype = getattr(torch, config.dtype or ("float16" if device == "cuda" else "float32"))
@@ -464,14 +422,14 @@ class Engine:
         return DecodeGraphs(model) if device == attention == "cuda" else model, tokenizer, cache
 
     def load_drafter(self):
-        """-> the drafter that EngineConfig.drafter names, or None.
+        """-> the drafter that EngineConfig.drafter names.
 
         A draft model gets a cache of its own with as many blocks as the target's: block 7 of a block table means block 7 of
         both, so one allocator serves two models.
         """
         name = self.config.drafter
         if name in (None, "ngram"):
-            return name and NgramDrafter(self.model.config.vocab_size)
+            return NgramDrafter(self.model.config.vocab_size) if name else NoDrafter()
         model, tokenizer, cache = self._load(EMBEDDED / "draft" if name == "model" else name, self.cache.k.dtype,
                                              self.cache.k.device.type)
         require(tokenizer.ids == self.tokenizer.ids,
@@ -485,7 +443,7 @@ class Engine:
             sequences = [(np.minimum(tokens, last_id), *rest) for tokens, *rest in sequences]
             return to_numpy(model.forward(Batch.build(sequences, block_size), cache))
 
-        return ModelDrafter(forward, model.config.context_length, self.model.config.vocab_size)
+        return ModelDrafter(model, forward, self.model.config.vocab_size)
 
     # --- requests in ---
 
@@ -514,14 +472,12 @@ class Engine:
         params = SamplingParams() if params is None else params
         require(isinstance(params, SamplingParams), f"params must be SamplingParams, not {type(params).__name__}")
         context, vocabulary = self.model.config.context_length, self.model.config.vocab_size
-        require(isinstance(prompt, str) or isinstance(prompt, (list, tuple)) and all(is_a(Integral, token) for token in prompt),
-                "the prompt must be a string or a list of token ids")
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt)
         require(tokens, "the prompt is empty: it must have at least one token")
-        for token in tokens:
-            require(0 <= token < vocabulary, f"token id {token} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
         require(len(tokens) < context, f"the prompt has {len(tokens)} tokens, but the context length is {context} and one token "
                 f"must be left to generate: shorten it to {context - 1}")
+        for token in tokens:
+            require(0 <= token < vocabulary, f"token id {token} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
         max_len = min(len(tokens) + params.max_tokens, context)
         slots = self.pool.num_blocks * self.pool.block_size
         require(max_len <= slots, f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
@@ -537,8 +493,20 @@ class Engine:
         seed = params.seed
         if seed is None:            # a function of the engine's seed and of how many came before
             seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)[0])
-        return ServedRequest(request_id, tokens, len(tokens), max_len, params=params, seed=seed,
-                             text=Detokenizer(params.stop), acceptance=Acceptance(self.acceptance), arrival_time=self.clock())
+        return ServedRequest(request_id, tokens, len(tokens), max_len, params=params, seed=seed, arrival_time=self.clock(),
+                             acceptance=Acceptance(self.acceptance), detokenizer=Detokenizer(params.stop),
+                             completion=Completion(request_id, tokens[:]))
+
+    def encode(self, prompt):
+        """A prompt, text or token ids -> token ids. Changes nothing, so any thread may call it."""
+        if isinstance(prompt, str):
+            longest = self.model.config.context_length * self.tokenizer.longest         # what can't fit is not worth encoding
+            require(len(prompt) <= longest, f"the prompt has {len(prompt)} characters, a context of this model holds at most "
+                    f"{longest}: shorten it")
+            return self.tokenizer.encode(prompt)
+        require(isinstance(prompt, (list, tuple)) and all(is_a(Integral, token) for token in prompt),
+                "the prompt must be a string or a list of token ids")
+        return [int(token) for token in prompt]
 
     def abort(self, request_id):
         """End a request in any state, between two steps. True if it was alive. Its blocks are free at once; its last output
@@ -546,13 +514,16 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._outbox.append(self._finish(request, [], "", "abort"))
+        self._emit(request, [], "", "abort")
         return True
 
     def fail(self, error):
-        """End the requests of a step that raised `error`; all who run are in every step. Their outputs come with the next one."""
+        """End the requests of a step that raised `error`; all who run are in every step. -> their outputs. Whoever watches may
+        be what broke, and does so no more."""
+        self.watchers.clear()
         for request in self.scheduler.running[:] or [*self.scheduler.waiting.values()]:
-            self._outbox.append(self._finish(request, [], "", "error", f"the step failed: {error!r}"))
+            self._emit(request, [], "", "error", f"the step failed: {error!r}")
+        return self._take_outbox()
 
     def has_unfinished(self):
         """True while a request lives, or an output waits to be handed out by step()."""
@@ -568,19 +539,16 @@ class Engine:
         started = self.clock()
 
         # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
-        draft_seconds = 0.0
-        if self.drafter:
-            self._ask_for_guesses()
-            draft_seconds = self.clock() - started
+        self._ask_for_guesses()
+        asked = self.clock()
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n, len(request.drafts)) for request, n in scheduled]
         if not scheduled:
             return self._take_outbox()
-        if self.drafter:
-            before = self.clock()
-            self.drafter.fill([request for request, _ in scheduled if request.drafts])
-            self.draft_cost.add(max(len(request.drafts) for request, _ in scheduled), self.clock() - before)
-            draft_seconds += self.clock() - before
+        before = self.clock()
+        self.drafter.fill([request for request, _ in scheduled if request.drafts])
+        drafted = self.clock() - before
+        self.draft_passes.append((max(len(request.drafts) for request, _ in scheduled), drafted))
 
         # 2) All their tokens end to end. Who reaches its last token has something to sample from: a row for that token,
         #    and one for each guess behind it.
@@ -595,16 +563,15 @@ class Engine:
         self.stats.count_step(scheduled, before)
         logits = to_numpy(self.model.forward(batch, self.cache))        # [S, V]
         after = self.clock()
-        self.pass_cost.add(len(batch.tokens), after - before)
-        if self.drafter:
-            self.drafter.follow(sequences)
-            self.stats.draft_seconds += draft_seconds + self.clock() - after
+        self.passes.append((len(batch.tokens), after - before))
+        self.drafter.follow(sequences)
+        self.stats.draft_seconds += asked - started + drafted + self.clock() - after
 
         # 4) Logits to tokens to text, request by request; the rest of a prompt only moves on.
         first = 0
         for (request, n), (*_, rows) in zip(scheduled, sequences):
             if rows:
-                self._outbox.append(self._sample(request, n, logits[first:first + rows], after))
+                self._sample(request, n, logits[first:first + rows], after)
             else:
                 self.scheduler.advance(request, n)
             first += rows
@@ -619,8 +586,8 @@ class Engine:
         if self.config.num_draft_tokens == "auto":
             others = sum(min(request.num_missing, self.scheduler.chunk) for request in self.scheduler.running) - len(streams)
             others = min(others, self.config.max_num_batched_tokens - len(streams))
-            wanted = choose_drafts([request.acceptance.rate() for request in streams], others, self.pass_cost.line(),
-                                   self.draft_cost.line()[1], MOST_DRAFTS)
+            rates = [request.acceptance.rate() for request in streams]
+            wanted = choose_drafts(rates, others, fit_line(self.passes), draft_seconds=fit_line(self.draft_passes)[1])
         for request, k in zip(streams, wanted):
             room = request.max_len - len(request.tokens) - 1            # the bonus token needs a place, too
             request.drafts = self.drafter.guess(request, min(k, room))
@@ -632,15 +599,13 @@ class Engine:
         return outputs
 
     def _sample(self, request, n, logits, now):
-        """The request is computed up to its last token, and k guesses beyond: draw 1 to k + 1 tokens, see if one ends it.
-
-        logits [k + 1, V] -> StepOutput.
-        """
+        """The request is computed up to its last token, and k guesses beyond: draw 1 to k + 1 tokens from logits [k + 1, V], and
+        see if one ends it."""
         guesses, request.drafts = request.drafts, []
         finite = np.isfinite(logits).all(axis=1)
         usable = len(finite) if finite.all() else int(finite.argmin())      # rows behind a broken one may never be asked for
         if not usable:
-            return self._finish(request, [], "", "error", "the model produced logits that are not finite numbers")
+            return self._emit(request, [], "", "error", "the model produced logits that are not finite numbers")
         drafts, logits = guesses[:usable - 1], logits[:usable]
         tokens = verify([target_probs(row, request.params) for row in logits], drafts, request.draft_probs, request.seed,
                         position=len(request.tokens))
@@ -651,25 +616,31 @@ class Engine:
         for token in tokens:
             request.tokens.append(token)
             new.append(token)
-            text += request.text.add(self.tokenizer.decode_bytes([token]))
-            if request.text.stopped or (token == self.tokenizer.eos_id and not request.params.ignore_eos):
+            text += request.detokenizer.add(self.tokenizer.decode_bytes([token]))
+            if request.detokenizer.stopped or (token == self.tokenizer.eos_id and not request.params.ignore_eos):
                 reason = "stop"
             elif len(request.tokens) == request.max_len:
                 reason = "length"
             if reason:
                 break               # what was accepted beyond a stop is not part of the answer
         self.stats.count_tokens(request, len(new), now)
-        # Before finish() gives the blocks away: of the n computed positions, those of accepted and kept tokens are published.
+        # Before _emit() gives the blocks away: of the n computed positions, those of accepted and kept tokens are published.
         self.scheduler.advance(request, n - len(guesses) + min(len(tokens) - 1, len(new)))
-        return self._finish(request, new, text, reason) if reason else StepOutput(request.request_id, new, text)
+        self._emit(request, new, text, reason)
 
-    def _finish(self, request, new, text, reason, error=None):
-        """Remove the request, flush its text -> its terminal output."""
-        self.scheduler.finish(request)
-        del self.requests[request.request_id]
-        text += request.text.add(b"", final=True)
-        self.stats.count_end(request, reason, self.clock())
-        return StepOutput(request.request_id, new, text, reason, error)
+    def _emit(self, request, new, text, reason=None, error=None):
+        """Hand out what is new of a request; with a reason, that was all of it, and its text is flushed."""
+        if reason:
+            self.scheduler.finish(request)
+            del self.requests[request.request_id]
+            self.stats.count_end(request, reason, self.clock())
+            text += request.detokenizer.add(b"", final=True)
+        done = request.completion
+        done.token_ids += new
+        done.text += text
+        done.finish_reason, done.error = reason, error
+        done.num_cached_tokens, done.num_preemptions = request.num_cached_tokens, request.num_preemptions
+        self._outbox.append(StepOutput(request.request_id, new, text, reason, error))
 
     # --- whole completions ---
 
@@ -678,21 +649,16 @@ class Engine:
 
         A prompt that is refused raises ValueError before any of them starts.
         """
-        requests = {request_id: self.requests[request_id] for request_id in self.add_requests(prompts, params)}
-        done = {request_id: Completion(request_id, request.tokens[:]) for request_id, request in requests.items()}
+        mine = {request_id: self.requests[request_id] for request_id in self.add_requests(prompts, params)}
         others = []                     # outputs of requests that were added before: kept for their owner
         try:
-            while any(completion.finish_reason is None for completion in done.values()):
-                for output in self.step():
-                    if output.request_id in done:
-                        done[output.request_id].add(output, requests[output.request_id])
-                    else:
-                        others.append(output)
+            while not mine.keys().isdisjoint(self.requests):
+                others += [output for output in self.step() if output.request_id not in mine]
         finally:
-            for request_id in done:
+            for request_id in mine:
                 self.abort(request_id)  # none is alive, unless we were interrupted
-            self._outbox = others + [output for output in self._outbox if output.request_id not in done]
-        return list(done.values())
+            self._outbox = others + [output for output in self._outbox if output.request_id not in mine]
+        return [request.completion for request in mine.values()]
 
     def check(self):
         """Raise RuntimeError if an invariant of scheduler or pool is broken."""
@@ -703,7 +669,7 @@ class Engine:
 
 
 # ----------------------------------------------------------------------------------------------
-# watching it: the engine drawn after every step
+# watching it: called after every step (engine.watchers). They only look; nothing in the engine knows of them
 
 
 def bar(share, width):
@@ -715,25 +681,56 @@ def bar(share, width):
     return "█" * full + "░" * (width - full)
 
 
-class View:
-    """Draws batch, pool and gauges after each step; every request is a letter.
+def events(engine, outputs):
+    """What the last step did to whom, besides computing tokens. -> (sign, request, words), ..."""
+    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+    for request, n in engine.scheduler.preempted.items():
+        yield "-", request, f"preempted: it gave up {n} tokens of K/V"
+    for request, position, _, _ in engine.last_batch:
+        if request in engine.scheduler.admitted:
+            yield "+", request, f"admitted{' again' * bool(request.num_preemptions)}, {position} tokens found in the cache"
+        if request.request_id in ends:
+            yield "=", request, f"finished: {ends[request.request_id]}"
 
-    It only looks: at the engine's last batch, at block tables, at the counters. Nothing in the engine knows of it, and the
-    time it takes is taken off the engine's clock.
-    """
+
+class View:
+    """Draws batch, pool and gauges after each step; every request is a letter. In a pipe: a line per step."""
 
     COLOURS = (161, 28, 27, 130, 133, 30, 196, 64, 99, 31, 65, 164)         # as legible on black as on white
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.letters = {}                                       # request_id -> letter
+    def __init__(self, engine, delay=0.0, every=0.0):
+        """delay: seconds to wait after each picture; every: seconds between two pictures, steps between them are not drawn.
+        The time that drawing and waiting take is taken off the engine's clock."""
+        self.engine, self.delay, self.every = engine, delay, every
         self.past = deque([(0, 0, 0.0, 0.0)], maxlen=21)        # counters over the last 20 steps, for the gauges
-        self.height = 0                                         # of the picture on the screen
-        self.recent = deque(maxlen=3)                           # the last events
-        self.seconds_shown = 0.0                                # spent on drawing and waiting
+        self.recent = deque([""] * 4, maxlen=4)                 # the last events
+        self.height, self.drawn, self.seconds_shown = 0, 0.0, 0.0       # lines on the screen; when drawn; spent on that
+        engine.watchers.append(self)
+        engine.clock = lambda: time.perf_counter() - self.seconds_shown
 
-    def letter(self, request_id):
-        return self.letters.setdefault(request_id, chr(ord("A") + len(self.letters) % 26))
+    def __call__(self, outputs):
+        started, engine = time.perf_counter(), self.engine
+        if not engine.last_batch or (started < self.drawn + self.every and engine.requests):
+            return
+        news = [f"   {sign} {self.letter(r)} {r.request_id} {words}" for sign, r, words in events(engine, outputs)]
+        (busy, goodput), (columns, rows) = self.gauges(), shutil.get_terminal_size()
+        if sys.stdout.isatty() and columns >= 80:
+            self.recent.extend(news)
+            lines = self.picture(busy, goodput)[:rows - 1]
+            print(f"\x1b[{self.height}F" * bool(self.height) + "".join(f"\x1b[2K{line}\n" for line in lines), end="", flush=True)
+            self.height = len(lines)
+            time.sleep(self.delay)
+        else:
+            batch = " ".join(f"{self.letter(request)}{n}" for request, _, n, _ in engine.last_batch)
+            if engine.stats.steps == 1:
+                print("step [KV pool: a symbol per block] goodput, tokens computed per request")
+            print(*news, f"{engine.stats.steps:4} [{''.join(self.pool())}] {goodput:4.0%}  {batch}", sep="\n")
+        self.drawn = time.perf_counter()
+        self.seconds_shown += self.drawn - started
+
+    @staticmethod
+    def letter(request):
+        return chr(ord("A") + (request.arrival - 1) % 26)
 
     def paint(self, symbol, times=1):
         colour = self.COLOURS[(ord(symbol) - ord("A")) % len(self.COLOURS)] if symbol.isalpha() else 243
@@ -741,12 +738,12 @@ class View:
 
     def pool(self):
         """A symbol for each block: the letter of its owner, * if it has several, ~ free but findable, . free."""
-        pool, symbols = self.engine.pool, {}
+        pool = self.engine.pool
+        symbols = dict.fromkeys(range(pool.num_blocks), ".") | dict.fromkeys(pool.by_hash.values(), "~")
         for request in self.engine.scheduler.running:
             for block in request.block_table:
-                symbols[block] = "*" if block in symbols else self.letter(request.request_id)
-        findable = set(pool.by_hash.values())
-        return [symbols.get(block, "~" if block in findable else ".") for block in range(pool.num_blocks)]
+                symbols[block] = self.letter(request) if pool.ref_count[block] == 1 else "*"
+        return list(symbols.values())
 
     def gauges(self):
         """(busy, goodput) over the last 20 steps."""
@@ -755,191 +752,433 @@ class View:
         delivered, paid, busy, total = (now - then for now, then in zip(self.past[-1], self.past[0]))
         return busy / max(total, 1e-9), delivered / max(paid, 1)
 
-    def show(self, outputs, pause):
-        """Draw the step just made: in a terminal over the last picture, then wait; in a pipe as lines."""
-        started = time.perf_counter()
-        gauges, events = self.gauges(), self.events(outputs)
-        columns, rows = shutil.get_terminal_size()
-        self.recent.extend(events)
-        if sys.stdout.isatty() and columns >= 80:
-            lines = self.picture(*gauges)[:rows - 1]
-            print(f"\x1b[{self.height}F" * bool(self.height) + "".join(f"\x1b[2K{line}\n" for line in lines), end="", flush=True)
-            self.height = len(lines)
-            time.sleep(pause)
-        else:
-            batch = " ".join(f"{self.letter(request.request_id)}{n}" for request, _, n in self.engine.last_batch)
-            if self.engine.stats.steps == 1:
-                print("step [KV pool: a symbol per block] goodput, tokens computed per request")
-            print(*events, f"{self.engine.stats.steps:4} [{''.join(self.pool())}] {gauges[1]:4.0%}  {batch}", sep="\n")
-        self.seconds_shown += time.perf_counter() - started
-
-    def events(self, outputs):
-        """What this step did to whom, besides computing tokens, in words."""
-        scheduler, name = self.engine.scheduler, lambda rid: f"{self.letter(rid)} {rid}"
-        events = [f"   - {name(r.request_id)} preempted: it gave up {n} tokens of K/V" for r, n in scheduler.preempted.items()]
-        events += [f"   + {name(r.request_id)} admitted{' again' * bool(r.num_preemptions)}, {start} tokens found in the cache"
-                   for r, start, _ in self.engine.last_batch if r in scheduler.admitted]
-        return events + [f"   = {name(o.request_id)} finished: {o.finish_reason}" for o in outputs if o.finish_reason]
-
     def picture(self, busy, goodput):
         """Coloured lines of 80 columns: gauges, pool, batch, what happened last, the waiting and the running."""
         stats, config, scheduler = self.engine.stats, self.engine.config, self.engine.scheduler
-        symbols, unit = self.pool(), math.ceil(config.max_num_batched_tokens / 60)
-        queue = "".join(f" {self.paint(self.letter(rid))}" for rid in list(scheduler.waiting)[:30])
-        lines = [f"step {stats.steps:4}   {stats.running} running, {stats.waiting} waiting, "
-                 f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions",
-                 f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass runs",
-                 f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
-                 f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free"]
+        symbols, unit = [f" {self.paint(symbol)}" for symbol in self.pool()], math.ceil(config.max_num_batched_tokens / 60)
         per_line = math.ceil(len(symbols) / math.ceil(len(symbols) / 39))
-        symbols = [f" {self.paint(symbol)}" for symbol in symbols]
-        lines += ["".join(symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)]
-        lines += ["", f"batch: {sum(n for _, _, n in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
-                  "one letter: a decode, several: a prompt or guesses",
-                  " " + "".join(self.paint(self.letter(r.request_id), math.ceil(n / unit)) for r, _, n in self.engine.last_batch),
-                  "", f"waiting:{queue or ' nobody'}", *(f"{event:.79}" for event in self.recent), *[""] * (4 - len(self.recent))]
-        return lines + [self.row(request) for request in scheduler.running] + [""] * (config.max_num_seqs - stats.running)
+        queue = "".join(f" {self.paint(self.letter(r))}" for r in itertools.islice(scheduler.waiting.values(), 30))
+        return [f"step {stats.steps:4}   {stats.running} running, {stats.waiting} waiting, "
+                f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions",
+                f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass runs",
+                f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
+                f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free",
+                *("".join(symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)), "",
+                f"batch: {sum(n for _, _, n, _ in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
+                "one letter: a decode, several: a prompt or guesses",
+                " " + "".join(self.paint(self.letter(r), math.ceil(n / unit)) for r, _, n, _ in self.engine.last_batch),
+                "", f"waiting:{queue or ' nobody'}", *(f"{event:.79}" for event in self.recent),
+                *map(self.row, scheduler.running), *[""] * (config.max_num_seqs - stats.running)]
 
     def row(self, request):
         """A running request: how far its prefill is, or the end of its text."""
-        if request.num_missing > 1:
-            state = f"prefill, {request.num_computed_tokens} of {len(request.tokens)} tokens computed"
-        else:
-            text = self.engine.tokenizer.decode(request.tokens[-30:])
-            text = "".join(char if char.isprintable() else " " for char in text)        # a model can say any control code
-            state = f"{request.num_output_tokens:3} tokens  …{text[-46:]}"
-        return f" {self.paint(self.letter(request.request_id))} {request.request_id:12} {state}"
+        text = self.engine.tokenizer.decode(request.tokens[-30:])
+        text = "".join(char if char.isprintable() else " " for char in text)        # a model can say any control code
+        prefill = f"prefill, {request.num_computed_tokens} of {len(request.tokens)} tokens computed"
+        state = prefill if request.num_missing > 1 else f"{request.num_output_tokens:3} tokens  …{text[-46:]}"
+        return f" {self.paint(self.letter(request))} {request.request_id:12.12} {state}"
+
+
+# ----------------------------------------------------------------------------------------------
+# serving over HTTP: one thread for the engine, one for each connection
+
+
+class Refusal(Exception):
+    """What a client is told: Refusal(status, sentence, headers). A ValueError is one of status 400."""
+
+
+class EngineThread(threading.Thread):
+    """Steps the engine, and is the only thread that touches it. Who wants something of it leaves a call, made between two steps.
+    Outputs go into a queue for each connection: nobody waits for a slow reader, and max_tokens bounds what can pile up there."""
+
+    def __init__(self, engine, max_queue):
+        super().__init__(daemon=True)
+        self.engine, self.max_queue, self.stopping = engine, max_queue, False
+        self.calls, self.streams = queue.SimpleQueue(), {}          # streams: request_id -> the queue of its connection
+
+    def call(self, function, *arguments):
+        """Have function(*arguments) called between two steps; wait for what it returns or raises."""
+        future = Future()
+        self.calls.put((future, function, arguments))
+        return future.result()
+
+    def run(self):
+        while True:
+            while not self.calls.empty() or not self.engine.has_unfinished():       # nothing to do: sleep until somebody calls
+                future, function, arguments = self.calls.get()
+                try:
+                    future.set_result(function(*arguments))
+                except Exception as error:
+                    future.set_exception(error)
+            try:
+                outputs = self.engine.step()
+            except Exception as error:              # a fault ends the requests of its step, not the server
+                outputs = self.engine.fail(error)
+            for output in outputs:
+                (self.streams.pop if output.finish_reason else self.streams.get)(output.request_id).put(output)
+
+    def submit(self, prompts, params, echo):
+        """-> (requests, the queue of their outputs)."""
+        room = self.max_queue - len(self.engine.scheduler.waiting)
+        if self.stopping:
+            raise Refusal(503, "the server is stopping")
+        if len(prompts) > room:
+            raise Refusal(429, f"{len(prompts)} more requests, the queue of {self.max_queue} has room for {room}: try again later",
+                          {"Retry-After": "1"})
+        outputs, requests = queue.SimpleQueue(), [self.engine.requests[i] for i in self.engine.add_requests(prompts, params)]
+        for request in requests:
+            self.streams[request.request_id] = outputs
+            if echo:
+                outputs.put(StepOutput(request.request_id, [], self.engine.tokenizer.decode(request.tokens)))
+        return requests, outputs
+
+    def abort(self, request_ids):
+        self.call(lambda: [self.engine.abort(request_id) for request_id in request_ids])
+
+
+# What a completion can be asked for besides SamplingParams; and OpenAI's parameters that are not here, with the values of theirs
+# that ask for nothing.
+ASKED = {"model": None, "prompt": "", "n": 1, "stream": False, "stream_options": {}, "echo": False, "user": ""}
+NEUTRAL = {"best_of": 1, "suffix": "", "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+
+
+def parse_completion(body, served):
+    """The body of POST /v1/completions -> (prompts, SamplingParams, what else was asked for). ValueError says what is wrong."""
+    with reading("the body"):
+        body = json.loads(body.decode("utf-8"))
+    require(isinstance(body, dict), "the body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None and (name, value) not in NEUTRAL.items()}
+    unknown = body.keys() - ASKED - {f.name for f in dataclasses.fields(SamplingParams)}
+    require(not unknown, f"{', '.join(sorted(unknown)):.99}: not supported here, leave it out")
+    asked = SimpleNamespace(**{name: body.pop(name, default) for name, default in ASKED.items()})
+    for name, kind, words in (("prompt", (str, list), "a string, token ids, or a list of these"), ("stream", bool, "true or false"),
+                              ("echo", bool, "true or false"), ("user", str, "a string"), ("stream_options", dict, "an object")):
+        require(isinstance(getattr(asked, name), kind), f"{name}={getattr(asked, name)!r:.99}: it must be {words}")
+    options = dict(asked.stream_options)
+    asked.usage = options.pop("include_usage", False)
+    require(isinstance(asked.usage, bool) and not options, "stream_options knows include_usage, true or false, and nothing else")
+    require(asked.model in (None, served), f"model {asked.model!r:.99} is not served here, {served!r} is")
+    require(is_a(int, asked.n) and 1 <= asked.n <= 128, f"n={asked.n!r:.99}: it must be an integer from 1 to 128")
+    several = isinstance(asked.prompt, list) and not all(is_a(int, token) for token in asked.prompt)
+    return (asked.prompt if several else [asked.prompt]), SamplingParams(**body), asked
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. http.server parses; this class knows the routes, OpenAI's shapes, and when the client is gone."""
+
+    protocol_version, server_version, sys_version = "HTTP/1.1", "nanoserve", ""
+    timeout = 30                            # seconds for any one read or write: a client that stalls for longer is gone
+    disable_nagle_algorithm = True          # a token is a small packet, and should leave at once
+    MAX_BODY = 2**20
+
+    def route(self):
+        server, path = self.server, self.path.partition("?")[0]
+        model = {"id": server.model, "object": "model", "created": server.started, "owned_by": "nanoserve"}
+        routes = {"/v1/completions": ("POST", self.completions),
+                  "/v1/models": ("GET", lambda _: self.reply(200, {"object": "list", "data": [model]})),
+                  "/health": ("GET", lambda _: self.reply(200 if server.worker.is_alive() else 503, {})),
+                  "/metrics": ("GET", lambda _: self.reply(200, server.worker.call(server.worker.engine.stats.prometheus)))}
+        method, answer = routes.get(path, (None, None))
+        try:
+            body = self.read_body()
+            if not method:
+                raise Refusal(404, f"there is no {path!r}, there are {', '.join(routes)}")
+            if {"HEAD": "GET"}.get(self.command, self.command) != method:
+                raise Refusal(405, f"{path} takes {method}", {"Allow": method})
+            answer(body)
+        except Refusal as refusal:
+            self.refuse(*refusal.args)
+        except ValueError as error:
+            self.refuse(400, str(error))
+        except OSError:                     # the client is gone, or too slow
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = route
+
+    def read_body(self):
+        length = ",".join(self.headers.get_all("Content-Length", [] if self.command == "POST" else ["0"]))
+        if not length or "Transfer-Encoding" in self.headers:
+            raise Refusal(411, "send the body in one piece, with a Content-Length")
+        require(re.fullmatch("[0-9]{1,18}", length), f"Content-Length {length!r:.99} is not a number of bytes")
+        if int(length) > self.MAX_BODY:
+            self.refuse(413, f"the body has {length} bytes, the limit is {self.MAX_BODY}")
+            self.rfile.read(min(int(length), 2**24))        # a client that is still sending would not hear the answer
+            raise ConnectionAbortedError
+        return self.rfile.read(int(length))
+
+    def start(self, status, kind, headers):
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def reply(self, status, content, headers={}):
+        text = isinstance(content, str)
+        data = (content if text else json.dumps(content)).encode()
+        kind = "text/plain; version=0.0.4" if text else "application/json"
+        self.start(status, kind, {"Content-Length": str(len(data)), **headers})
+        self.wfile.write(data if self.command != "HEAD" else b"")
+
+    def refuse(self, status, message, headers={}):
+        """OpenAI's error object. The connection ends: who knows what of the request is still to be read."""
+        self.reply(status, self.error(message, status), {"Connection": "close", **headers})
+
+    @staticmethod
+    def error(message, status=500):
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+    def send_error(self, code, message=None, explain=None):         # what http.server itself finds wrong
+        self.refuse(code, message or self.responses[code][0])
+
+    def log_message(self, *_):
+        """Nothing of a request goes to a log."""
+
+    def completions(self, body):
+        worker, requests = self.server.worker, []
+        prompts, params, asked = parse_completion(body, self.server.model)
+        require(len(prompts) * asked.n <= worker.max_queue, f"{len(prompts)} prompts, {asked.n} completions each: the queue has "
+                f"{worker.max_queue} places, ask for less at a time")
+        # Encoded here and not in the engine's thread, where a long text would hold up the streams. Choice i is request i: n of
+        # each prompt, in order. With one seed they would be n times the same.
+        prompts = [tokens for prompt in prompts for tokens in [worker.engine.encode(prompt)] * asked.n]
+        each = [dataclasses.replace(params, seed=None if params.seed is None else params.seed + i) for i in range(asked.n)]
+        self.server.active.add(self)
+        try:
+            requests, outputs = worker.call(worker.submit, prompts, each * (len(prompts) // asked.n), asked.echo)
+            self.answer(asked, requests, outputs)
+        finally:
+            self.server.active.discard(self)
+            worker.abort([request.request_id for request in requests])      # none is alive, unless the client is gone
+
+    def answer(self, asked, requests, outputs):
+        """Send what comes out of `outputs`: as it comes, or all in the end."""
+        head = {"id": f"cmpl-{requests[0].request_id}", "object": "text_completion", "created": int(time.time()),
+                "model": self.server.model}
+        if asked.usage:
+            head["usage"] = None                            # but for the last event
+        choices = {r.request_id: {"text": "", "index": i, "logprobs": None, "finish_reason": None} for i, r in enumerate(requests)}
+        if asked.stream:
+            self.start(200, "text/event-stream", {"Connection": "close"})       # the connection ends with the stream
+        while any(choice["finish_reason"] is None for choice in choices.values()):
+            output = self.next_output(outputs)
+            choice = choices[output.request_id]
+            choice |= {"text": choice["text"] * (not asked.stream) + output.text, "finish_reason": output.finish_reason}
+            error = output.error or ("aborted: the server is stopping" if output.finish_reason == "abort" else None)
+            if asked.stream:
+                self.event(self.error(error) if error else {**head, "choices": [choice]})
+            elif error:
+                raise Refusal(500 if output.error else 503, error)
+        firsts = requests[::asked.n]                        # a prompt counts once, however many completions it has
+        prompt, said = sum(r.num_prompt_tokens for r in firsts), sum(r.num_output_tokens for r in requests)
+        usage = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
+                 "prompt_tokens_details": {"cached_tokens": sum(r.num_cached_tokens for r in firsts)}}
+        if not asked.stream:
+            return self.reply(200, {**head, "choices": [*choices.values()], "usage": usage})
+        if "usage" in head:
+            self.event({**head, "choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, content):
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+
+    def next_output(self, outputs):
+        """Wait for an output, and look if the client is still there: something to read, and it is nothing, means gone."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        while True:
+            if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionAbortedError
+            with contextlib.suppress(queue.Empty):
+                return outputs.get(timeout=0.05)
+
+
+class Server(ThreadingHTTPServer):
+    """`worker` has the engine; `active` holds the connections that are being served a completion."""
+
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, engine, host, port, max_queue):
+        super().__init__((host, port), Handler)
+        self.worker, self.active, self.started = EngineThread(engine, max_queue), set(), int(time.time())
+        self.model = Path(engine.config.model).name
+        self.worker.start()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        """What a client sent is not printed, whatever went wrong with it."""
+
+    def stop(self, grace):
+        """Accept nobody, give those who are served `grace` seconds to finish, abort the others."""
+        self.worker.stopping = True
+        self.shutdown()
+        self.server_close()
+        deadline = time.monotonic() + grace
+        while self.active and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.worker.abort(list(self.worker.engine.requests))
 
 
 # ----------------------------------------------------------------------------------------------
 # the command line
 
 
+def play(engine, jobs):
+    """Serve jobs, each added before the step it names. -> their requests, in order of arrival."""
+    for number, (_, prompt, params, name) in enumerate(jobs):
+        engine._make_request(prompt, params, name, number)                  # refuse what does not fit before anything starts
+    arrivals, requests = deque(sorted(jobs, key=lambda job: job[0])), []
+    for tick in itertools.count():
+        while arrivals and arrivals[0][0] <= tick:
+            requests.append(engine.requests[engine.add_request(*arrivals.popleft()[1:])])
+        if not (arrivals or engine.has_unfinished()):
+            return requests
+        engine.step()
+
+
+def given(args, config):
+    """The flags of a config class that were given."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config) if hasattr(args, f.name)}
+
+
+def make_engine(args, **defaults):
+    """The engine of a command: what was given, over the command's own defaults."""
+    engine = Engine(**defaults | given(args, EngineConfig))
+    args.recorder and args.recorder.attach(engine)
+    return engine
+
+
+def tool(name):
+    """A module of tests/: these measure the product, and are no part of it."""
+    sys.modules.setdefault("nanoserve", sys.modules[__name__])      # or they would load this file, __main__, once more
+    sys.path.insert(0, str(Path(__file__).parent / "tests"))
+    return importlib.import_module(name)
+
+
+def __getattr__(name):
+    """For experiments of your own: from nanoserve import job, run, compare. They stand in tests/labs.py."""
+    if name in ("job", "run", "compare"):
+        return getattr(tool("labs"), name)
+    raise AttributeError(f"nanoserve has no {name}")
+
+
 def main_job(args):
     """Serve the built-in prompts as they arrive, before the reader's eyes, then sum up."""
-    if not 0 <= args.delay <= 60:
-        raise ValueError(f"delay={args.delay}: it must be a number of seconds from 0 to 60")
+    require(0 <= args.delay <= 60, f"delay={args.delay}: it must be a number of seconds from 0 to 60")
     script = json.loads((EMBEDDED / "prompts.json").read_text("utf-8"))
+    jobs = [(r["arrives"], script["prefixes"].get(r.get("prefix"), "") + r["prompt"], SamplingParams(**r["params"]), r["name"])
+            for r in script["requests"]]
     # A pool and a budget so small that sharing, chunking and a preemption really happen.
-    engine = Engine(**{"num_blocks": 48, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_prefill_chunk": 32} | args.engine)
-    view = View(engine)
-    engine.clock = lambda: time.perf_counter() - view.seconds_shown       # drawing is not serving
-    arrivals, requests, answers, tick = deque(), {}, {}, 0
-    for entry in script["requests"]:
-        prompt, params = script["prefixes"].get(entry.get("prefix"), "") + entry["prompt"], SamplingParams(**entry["params"])
-        engine._make_request(prompt, params, entry["name"], 0)          # refuse what does not fit before anything starts
-        arrivals.append((entry["arrives"], prompt, params, entry["name"]))
-    while arrivals or engine.has_unfinished():
-        while arrivals and arrivals[0][0] <= tick:
-            name = engine.add_request(*arrivals.popleft()[1:])
-            requests[name], answers[name] = engine.requests[name], Completion(name, engine.requests[name].tokens[:])
-        outputs = engine.step()
-        tick += 1
-        for output in outputs:
-            answers[output.request_id].add(output)
-        if not args.json and engine.last_batch:
-            view.show(outputs, args.delay)
+    engine = make_engine(args, num_blocks=48, max_num_seqs=6, max_num_batched_tokens=48, max_prefill_chunk=32)
+    if not args.json:
+        View(engine, args.delay)
+    requests = play(engine, jobs)
     if args.json:
-        print(json.dumps({"requests": [vars(answer) for answer in answers.values()], "stats": engine.stats.as_dict()}))
+        print(json.dumps({"requests": [vars(r.completion) for r in requests], "stats": engine.stats.as_dict()}))
     else:
-        print_summary(engine, requests, answers)
+        print_summary(engine, requests)
 
 
-def print_summary(engine, requests, answers):
+def print_summary(engine, requests):
     """All texts, a line of times per request, and the run as a whole. To be read with the picture in mind: who waited long for
     its first token (TTFT) stood in the queue or had a long prompt; the longest gap is a preemption, or somebody's chunk."""
-    stats, config = engine.stats, engine.config
+    stats = engine.stats
     print("\nThe texts; » marks where the model took over:\n")
-    for name, answer in answers.items():
-        prompt = engine.tokenizer.decode(answer.prompt_token_ids)
-        prompt = prompt if len(prompt) < 120 else "…" + prompt[-120:]
-        lines = f"{prompt}»{answer.text}".rstrip("\n").split("\n")
-        print(f"{name} ({answer.finish_reason})")
-        for line in lines:
-            print(textwrap.fill(line, 76, initial_indent="    ", subsequent_indent="    "))
-        print()
+    for r in requests:
+        prompt = engine.tokenizer.decode(r.completion.prompt_token_ids)
+        lines = f"{prompt if len(prompt) < 120 else '…' + prompt[-120:]}»{r.completion.text}".rstrip("\n").split("\n")
+        wrapped = (textwrap.fill(line, 76, initial_indent="    ", subsequent_indent="    ") for line in lines)
+        print(f"{r.request_id} ({r.completion.finish_reason})", *wrapped, "", sep="\n")
     print("request       prompt  cached  output  preempted  TTFT ms  ITL ms  longest gap ms")
-    for name, r in requests.items():
-        if r.first_token_time is None:
-            print(f"{name:12} {r.num_prompt_tokens:7}  {answers[name].error or answers[name].finish_reason}")
-            continue
-        itl = (r.last_token_time - r.first_token_time) / max(r.num_output_tokens - 1, 1)
-        print(f"{name:12} {r.num_prompt_tokens:7} {r.num_cached_tokens:7} {r.num_output_tokens:7} {r.num_preemptions:10} "
-              f"{(r.first_token_time - r.arrival_time) * 1e3:8.1f} {itl * 1e3:7.1f} {r.longest_gap * 1e3:15.1f}")
-    prompts, rate = stats.cached_tokens + stats.prefill_tokens, stats.delivered_tokens / stats.seconds
-    print(f"""
-{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: {rate:,.0f} tokens/s
-busy        {stats.busy:5.0%}   of the time a forward pass was running
-occupancy   {stats.occupancy:5.0%}   of the {config.max_num_seqs} seats were taken
-budget fill {stats.budget_fill:5.0%}   of {config.max_num_batched_tokens} tokens a step
-goodput     {stats.goodput:5.0%}   tokens delivered per token position paid for
-KV peak     {stats.kv_peak / config.num_blocks:5.0%}   of {config.num_blocks} blocks
-prefix hits {stats.cached_tokens / prompts:5.0%}   of the prompt tokens were in the cache: {stats.cached_tokens} of {prompts}
-preemptions {stats.preemptions:5}   which cost {stats.recomputed_tokens} tokens computed again""")
+    for r in requests:
+        first = r.first_token_time or r.arrival_time            # a request that failed has no times
+        itl = ((r.last_token_time or first) - first) / max(r.num_output_tokens - 1, 1)
+        times = f"{(first - r.arrival_time) * 1e3:8.1f} {itl * 1e3:7.1f} {r.longest_gap * 1e3:15.1f}"
+        print(f"{r.request_id:12} {r.num_prompt_tokens:7} {r.num_cached_tokens:7} {r.num_output_tokens:7} {r.num_preemptions:10} "
+              f"{r.completion.error or times}")
+    print(f"\n{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: "
+          f"{stats.delivered_tokens / stats.seconds:,.0f} tokens/s")
+    for name in ("busy", "occupancy", "budget_fill", "goodput"):
+        print(f"{name.replace('_', ' '):11} {getattr(stats, name):5.0%}   {getattr(Stats, name).__doc__.partition('.')[0]}")
+    print(f"KV peak     {stats.kv_peak / engine.config.num_blocks:5.0%}   of {engine.config.num_blocks} blocks were in use at once")
+    cached, prompts = stats.cached_tokens, stats.cached_tokens + stats.prefill_tokens
+    print(f"prefix hits {cached / prompts:5.0%}   of the prompt tokens were in the cache: {cached} of {prompts}")
+    print(f"preemptions {stats.preemptions:5}   which cost {stats.recomputed_tokens} tokens computed again")
     if stats.draft_tokens:
-        right = sum(stats.accepted_tokens)
-        print(f"guesses     {right / stats.draft_tokens:5.0%}   were right: {right} of {stats.draft_tokens}, so a pass gave a "
-              f"request {stats.tokens_per_pass:.2f} tokens")
+        print(f"guesses     {sum(stats.accepted_tokens) / stats.draft_tokens:5.0%}   were right: {sum(stats.accepted_tokens)} of "
+              f"{stats.draft_tokens}, so a pass gave a request {stats.tokens_per_pass:.2f} tokens")
 
 
 def generate(args):
     """Stream completions. Several prompts run in one batch; their texts come out one after the other."""
-    engine, params = Engine(**args.engine), SamplingParams(**args.sampling)
+    engine = make_engine(args)
+    params = SamplingParams(**{name: value for name, value in given(args, SamplingParams).items() if name != "seed"})
     prompts = [sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n") if prompt == "-" else prompt
                for prompt in args.prompts]
     if args.json:
-        print(json.dumps([vars(completion) for completion in engine.generate(prompts, params)]))
-        return
-    ids, ended = engine.add_requests(prompts, params), {}
-    ready = dict.fromkeys(ids, "")                                          # text that waits for its turn on the screen
-    for prompt, request_id in zip(prompts, ids):
-        if len(prompts) > 1:
-            print(f"--- {prompt}")
-        while request_id not in ended or ready[request_id]:
-            print(ready[request_id], end="", flush=True)
-            ready[request_id] = ""
-            for output in engine.step() if request_id not in ended else ():
-                ready[output.request_id] += output.text
-                if output.finish_reason:
-                    ended[output.request_id] = output
+        return print(json.dumps([vars(completion) for completion in engine.generate(prompts, params)]))
+    requests = [engine.requests[request_id] for request_id in engine.add_requests(prompts, params)]
+    for prompt, request in zip(prompts, requests):
+        print(f"--- {prompt}\n" * (len(prompts) > 1), end="")
+        completion, shown = request.completion, 0
+        while True:
+            print(completion.text[shown:], end="", flush=True)
+            shown = len(completion.text)
+            if completion.finish_reason:
+                break
+            engine.step()
         print()
-        if ended[request_id].error:
-            raise ValueError(f"{request_id}: {ended[request_id].error}")
+        require(not completion.error, f"{completion.request_id}: {completion.error}")
+
+
+def serve(args):
+    """Serve OpenAI's API until Ctrl-C or SIGTERM."""
+    require(0 <= args.port < 65536, f"port={args.port}: it must be from 0 to 65535; 0 takes a free one")
+    require(args.max_queue >= 1, f"max-queue={args.max_queue}: it must be at least 1")
+    require(0 <= args.grace <= 3600, f"grace={args.grace}: it must be a number of seconds from 0 to 3600")
+    engine, asked_to_stop = make_engine(args), threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: asked_to_stop.set())
+    server = Server(engine, args.host, args.port, args.max_queue)
+    print(f"Serving {server.model} at http://{args.host}:{server.server_port}/v1/completions; Ctrl-C ends it", flush=True)
+    if sys.stdout.isatty():
+        View(engine, every=0.1)
+    asked_to_stop.wait()
+    server.stop(args.grace)
+
+
+def lab(args):
+    """Run an experiment of walkthrough.md, or all of them, or FILE.md#NAME."""
+    results = tool("labs").run_labs(args.name, args.gpu, args.recorder, quiet=args.json)
+    if args.json:
+        print(json.dumps(results))
 
 
 def bench(args):
-    """Run tests/bench.py: it measures the product, and is no part of it."""
-    sys.path.insert(0, str(Path(__file__).parent / "tests"))
-    from bench import run_bench, run_kernels
-    if args.kernels:
-        run_kernels(args.json)
-    else:
-        run_bench(args.json, args.engine)
-
-
-def int_or_word(text):
-    """For flags that take a number or a word, such as auto: what the word may be is for the config to say."""
-    return int(text) if text.lstrip("-").isdigit() else text
+    """Throughput of a fixed workload, or with --kernels of kernels.cu alone."""
+    module = tool("bench")
+    module.run_kernels(args.json) if args.kernels else module.run_bench(args.json, given(args, EngineConfig))
 
 
 def add_flags(parser, config, skip=()):
     """A flag for every field of a config class. A flag that is not given leaves no trace (SUPPRESS): the class has the
     defaults, and a command's parser does not overwrite with them what stood before the command."""
     for f in dataclasses.fields(config):
-        if f.name in skip:
-            continue
-        text = f.metadata["help"] + ("" if f.default in (None, ()) else f" (default: {f.default})")
-        kind = next(t for t in (bool, int, float, str, tuple) if t in (f.type, *typing.get_args(f.type)))
-        if str in typing.get_args(f.type) and kind is int:
-            kind = int_or_word
-        how = {bool: {"action": argparse.BooleanOptionalAction}, tuple: {"action": "append"}}.get(kind, {"type": kind})
-        parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, default=argparse.SUPPRESS, help=text, **how)
+        if f.name not in skip:
+            text = config.help()[f.name] + ("" if f.default in (None, ()) else f" (default: {f.default})")
+            types = {*getattr(f.type, "__args__", [f.type])}
+            how = ({"action": argparse.BooleanOptionalAction} if bool in types else {"action": "append"} if tuple in types else
+                   # A number, or a word such as auto: which word, the config says.
+                   {"type": lambda text: int(text) if text.lstrip("-").isdigit() else text} if {int, str} <= types else
+                   {"type": next(t for t in (int, float, str) if t in types)})
+            parser.add_argument(f"--{f.name.replace('_', '-')}", dest=f.name, default=argparse.SUPPRESS, help=text, **how)
 
 
 def build_parser():
     """The main job has no command of its own; flags can stand before or behind a command."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON value instead of text")
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument("--json", action="store_true", help="print one JSON value instead of text")
+    common.add_argument("--trace", metavar="FILE", help="write the schedule as Chrome trace JSON, for ui.perfetto.dev")
     add_flags(common.add_argument_group("engine"), EngineConfig)
     parser = argparse.ArgumentParser(prog="nanoserve.py", parents=[common], description="A small LLM serving engine. "
                                      "Without a command: serve the built-in prompts with a live view, on 48 blocks, 6 seats, a "
@@ -947,28 +1186,37 @@ def build_parser():
     parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
     parser.set_defaults(run=main_job)
     commands = parser.add_subparsers(title="commands", metavar="")
-    command = commands.add_parser("generate", parents=[common], help="stream completions of prompts to the terminal")
-    command.add_argument("prompts", nargs="+", metavar="prompt",
-                         help="text, or - for standard input (a final newline is dropped)")
-    add_flags(command.add_argument_group("sampling"), SamplingParams, skip=("seed",))
-    command.set_defaults(run=generate)
-    command = commands.add_parser("bench", parents=[common], help="throughput of a fixed workload; the last line is JSON")
-    command.add_argument("--kernels", action="store_true", help="on a GPU: decode attention in GB/s, beside a plain copy")
-    command.set_defaults(run=bench)
+
+    def command(run, help):
+        sub = commands.add_parser(run.__name__, parents=[common], help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command(generate, "stream completions of prompts to the terminal")
+    sub.add_argument("prompts", nargs="+", metavar="prompt", help="text, or - for standard input (a final newline is dropped)")
+    add_flags(sub.add_argument_group("sampling"), SamplingParams, skip=("seed",))
+    sub = command(serve, "serve OpenAI's API over HTTP")
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    sub.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    sub.add_argument("--max-queue", type=int, default=256, help="most requests that wait; more are refused with 429")
+    sub.add_argument("--grace", type=float, default=10.0, help="seconds to finish in, after Ctrl-C or SIGTERM")
+    sub = command(lab, "an idea switched off and on, side by side")
+    sub.add_argument("name", help="of a lab in walkthrough.md, FILE.md#NAME, or all")
+    sub.add_argument("--gpu", default="h100", help="whose roofline clock to go by: h100, a100, this")
+    sub = command(bench, "throughput of a fixed workload; the last line is JSON")
+    sub.add_argument("--kernels", action="store_true", help="on a GPU: decode attention in GB/s, beside a plain copy")
     return parser
 
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    given = vars(args)
-    args.json = given.get("json", False)
-    args.engine = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given}
-    args.sampling = {f.name: given[f.name] for f in dataclasses.fields(SamplingParams) if f.name in given and f.name != "seed"}
+    args.json, args.recorder = hasattr(args, "json"), tool("labs").Trace() if hasattr(args, "trace") else None
     sys.stdout = sys.stdout or open(os.devnull, "w")    # None if it was closed
     sys.stdout.reconfigure(errors="replace")            # a terminal that can't show a character is no reason to stop
     try:
         args.run(args)
         sys.stdout.flush()
+        args.recorder and args.recorder.save(args.trace)
     except BrokenPipeError:                             # the reader of our pipe has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:

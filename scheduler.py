@@ -237,38 +237,7 @@ class Histogram:
         self.sum += seconds
 
     def as_dict(self):
-        return {"count": sum(self.counts), "sum": self.sum, "buckets": dict(zip([*self.BOUNDS, "inf"], self.counts))}
-
-
-class Roofline:
-    """What a pass takes at best: max(FLOPs / peak, bytes / bandwidth) of a named GPU. A clock that can't be disturbed.
-
-    The rates are those of the makers' datasheets (SXM modules, dense half precision). No launch overhead, no inefficiency:
-    it tells which of the two bounds a pass, and how passes compare, not what a stopwatch would show.
-
-    >>> gpu = Roofline("h100", num_layers=12, width=768, vocab_size=50257)
-    >>> one, five = gpu.seconds([1], [100], 1), gpu.seconds([5], [104], 5)      # checking five costs what one costs
-    >>> round(one * 1e6, 1), round(five / one, 3)
-    (74.9, 1.001)
-    """
-
-    GPUS = {"h100": (989e12, 3.35e12), "a100": (312e12, 2.04e12)}       # FLOP/s, bytes/s
-
-    def __init__(self, gpu, num_layers, width, vocab_size, itemsize=2):
-        self.peak, self.bandwidth = self.GPUS[gpu] if isinstance(gpu, str) else gpu
-        self.linear, self.head = 12 * num_layers * width ** 2, vocab_size * width       # parameters; every one is read once
-        self.kv, self.itemsize = 2 * num_layers * width, itemsize                       # numbers of K and V per token
-
-    def bounds(self, counts, contexts, num_logits):
-        """-> (seconds to compute, seconds to move). counts [R]: new tokens; contexts [R]: tokens in the cache afterwards."""
-        rows = sum(counts)
-        seen = sum(n * context - n * (n - 1) / 2 for n, context in zip(counts, contexts))       # (row, key) pairs
-        flops = 2 * self.linear * rows + 2 * self.head * num_logits + 2 * self.kv * seen
-        numbers = self.linear + self.head * (num_logits > 0) + self.kv * (sum(contexts) + rows)
-        return flops / self.peak, numbers * self.itemsize / self.bandwidth
-
-    def seconds(self, counts, contexts, num_logits):
-        return max(self.bounds(counts, contexts, num_logits))
+        return {"count": sum(self.counts), "sum": self.sum, "buckets": dict(zip([*self.BOUNDS, "+Inf"], self.counts))}
 
 
 class Stats:
@@ -302,26 +271,27 @@ class Stats:
     waiting = property(lambda self: len(self._scheduler.waiting))
     preemptions = property(lambda self: self._scheduler.num_preemptions)
     kv_used = property(lambda self: self._scheduler.pool.num_used)
+    kv_usage = property(lambda self: self.kv_used / self._scheduler.pool.num_blocks)
     kv_cached = property(lambda self: len(self._scheduler.pool.by_hash))       # findable by prefix, in use or free
 
     @property
     def busy(self):
-        """Share of the time since the first step in which a pass of the model ran: what a dashboard calls GPU use."""
+        """Share of the time in which a forward pass ran. What a dashboard calls GPU use."""
         return self.model_seconds / max(self.seconds, 1e-9)
 
     @property
     def occupancy(self):
-        """Requests per step / max_num_seqs."""
+        """Share of the seats that were taken."""
         return self.scheduled_seqs / max(self.scheduled_seqs + self.idle_seats, 1)
 
     @property
     def budget_fill(self):
-        """Tokens per step / token budget."""
+        """Share of the token budget that was used."""
         return self.scheduled_tokens / max(self.steps * self._scheduler.budget, 1)
 
     @property
     def goodput(self):
-        """Tokens delivered / token positions paid for: those computed, and one for every seat that a step left empty.
+        """Tokens delivered per token position paid for. Those are the computed ones, and one for every seat left empty in a step.
 
         An empty seat could have had one more token for the same reading of the weights. A prompt's tokens are paid for and
         not delivered, so a step that only computes prompts has a low goodput: that is the price of an answer, and what a
@@ -393,3 +363,30 @@ class Stats:
         gauges = {name: getattr(self, name) for name, value in vars(Stats).items() if isinstance(value, property)}
         values = gauges | {name: value for name, value in vars(self).items() if name[0] != "_"}
         return {name: value.as_dict() if isinstance(value, Histogram) else value for name, value in values.items()}
+
+    # For Prometheus: which are gauges, and vLLM's names for what means the same there.
+    GAUGES = {"running", "waiting", "kv_used", "kv_cached", "kv_usage", "kv_peak", "busy", "occupancy", "budget_fill", "goodput",
+              "tokens_per_pass"}
+    VLLM = {"running": "num_requests_running", "waiting": "num_requests_waiting", "kv_usage": "kv_cache_usage_perc",
+            "preemptions": "num_preemptions", "delivered_tokens": "generation_tokens", "cached_tokens": "prefix_cache_hits",
+            "finished": "request_success", "draft_tokens": "spec_decode_num_draft_tokens",
+            "accepted_tokens": "spec_decode_num_accepted_tokens_per_pos", "ttft": "time_to_first_token_seconds",
+            "itl": "inter_token_latency_seconds", "queue_time": "request_queue_time_seconds", "e2e": "e2e_request_latency_seconds"}
+
+    def prometheus(self):
+        """Everything as Prometheus text: nanoserve:NAME, counters with _total behind it."""
+        lines = []
+        for name, value in self.as_dict().items():
+            histogram = isinstance(value, dict) and "buckets" in value
+            kind = "gauge" if name in self.GAUGES else "histogram" if histogram else "counter"
+            metric = f"nanoserve:{self.VLLM.get(name, name)}{'_total' * (kind == 'counter')}"
+            samples = {"": value}
+            if histogram:
+                upto = np.cumsum(list(value["buckets"].values())).tolist()
+                samples = {f'_bucket{{le="{bound}"}}': count for bound, count in zip(value["buckets"], upto)}
+                samples |= {"_sum": value["sum"], "_count": value["count"]}
+            elif isinstance(value, (dict, list)):
+                label, items = ("finished_reason", value.items()) if isinstance(value, dict) else ("position", enumerate(value))
+                samples = {f'{{{label}="{key}"}}': count for key, count in items}
+            lines += [f"# TYPE {metric} {kind}", *(f"{metric}{labels} {number}" for labels, number in samples.items())]
+        return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""spec.py: from logits to tokens, from tokens to text, and back.
+"""spec.py: from logits to tokens, and from tokens to the text that may be shown.
 
 What it does.  Turns a row of logits into a distribution (`target_probs`), guesses the next tokens (`NgramDrafter`,
 `ModelDrafter`) and how many of them pay (`choose_drafts`), checks guesses and draws tokens (`verify`), and turns tokens into
-text that is cut at a stop string (`Detokenizer`). `Tokenizer` is GPT-2's.
+text that is cut at a stop string (`Detokenizer`).
 
 What it does not know.  Batches, blocks, how a model computes: a row of logits is a NumPy array, and a draft model is a
 function that returns some.
@@ -38,35 +38,35 @@ Limits.  The draft model computes all that the target computes, also while nobod
 
 import codecs
 import contextlib
-import functools
-import heapq
-import json
 import math
 import re
-import unicodedata
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from pathlib import Path
 
 import numpy as np
 
 BONUS, ACCEPT, RESIDUAL, DRAFT = range(4)           # the purposes of a draw
 
 
-def option(default, ok, remedy, help):
-    """A field of a config class: its default, a test, what a value that fails must be, and the sentence for -h."""
-    return field(default=default, metadata={"ok": ok, "remedy": remedy, "help": help})
+def option(default, ok, remedy):
+    """A field of a config class: its default, a test, and what a value that fails it must be."""
+    return field(default=default, metadata={"ok": ok, "remedy": remedy})
 
 
 def is_a(kind, value):
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def at_least(least):
-    return lambda value: is_a(Integral, value) and value >= least
-
-
+# For option(default, *rule): a test, and what a value must be.
 FLAG = (lambda value: isinstance(value, bool)), "True or False"
+
+
+def at_least(least, remark):
+    return (lambda value: is_a(Integral, value) and value >= least), f"an integer of at least {least}{remark}"
+
+
+def one_of(*allowed):
+    return (lambda value: value in allowed), "one of " + ", ".join(repr(value) for value in allowed)
 
 
 def require(ok, sentence):
@@ -75,8 +75,23 @@ def require(ok, sentence):
         raise ValueError(sentence)
 
 
+@contextlib.contextmanager
+def reading(path):
+    """Whatever goes wrong while a file is read and understood becomes one sentence that starts with its name."""
+    try:
+        yield
+    except OSError as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error.strerror})"
+        raise ValueError(f"{path} {what}: a model folder holds config.json, model.safetensors, vocab.json, merges.txt") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"{path} can't be understood: {error!r}") from None
+
+
 class Checked:
-    """A config class whose fields are options: a value that fails its test raises ValueError. None passes as a default."""
+    """A config class whose fields are options, and whose docstring has a line for each: the command line shows them. A value
+    that fails its test raises ValueError; None passes if it is the default."""
 
     def __post_init__(self):
         for f in fields(self):
@@ -84,36 +99,43 @@ class Checked:
             ok = (value is None and f.default is None) or f.metadata["ok"](value)
             require(ok, f"{f.name}={value!r}: it must be {f.metadata['remedy']}")
 
+    @classmethod
+    def help(cls):
+        """field -> its sentence in the docstring."""
+        return {name: " ".join(text.split()) for name, text in re.findall(r"^ {4}(\w+) {2,}(.*(?:\n {8,}.*)*)", cls.__doc__, re.M)}
+
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
     """How one request is sampled and when it stops. A bad value raises ValueError.
 
-    Same seed, same tokens; without one the engine gives each request its own. top_k above the vocabulary is the vocabulary.
+    max_tokens   most tokens to generate; the context length may end it earlier
+    temperature  0 is greedy: the likeliest token, the lowest id among equals
+    top_k        keep the k likeliest tokens; 0 keeps all, as does a number above the vocabulary
+    top_p        then keep the fewest tokens that hold this much probability; 1 keeps all
+    seed         of the draws: same seed, same tokens; without one the engine gives each request its own
+    stop         the text ends before this string; there may be several
+    ignore_eos   go on after <|endoftext|>
 
     >>> SamplingParams(stop="\\n").stop
     ('\\n',)
     """
 
-    max_tokens: int = option(16, at_least(1), "an integer of at least 1",
-                             "most tokens to generate; the context length may end it earlier")
-    temperature: float = option(1.0, lambda v: is_a(Real, v) and 0 <= v < math.inf, "a finite number of at least 0; 0 is greedy",
-                                "0 is greedy: the likeliest token, the lowest id among equals")
-    top_k: int = option(0, at_least(0), "an integer of at least 0; 0 keeps all", "keep the k likeliest tokens; 0 keeps all")
-    top_p: float = option(1.0, lambda v: is_a(Real, v) and 0 < v <= 1, "above 0 and at most 1; 1 keeps all",
-                          "then keep the fewest tokens that hold this much probability; 1 keeps all")
-    seed: int | None = option(None, at_least(-math.inf), "an integer, or None for the engine's choice", "of the draws")
-    stop: tuple = option((), lambda v: isinstance(v, (str, list, tuple, type(None))) and all(isinstance(s, str) and s for s in v or ())
-                         and v != "", "a string or several, none of them empty",
-                         "the text ends before this string; may be given several times")
-    ignore_eos: bool = option(False, *FLAG, "go on after <|endoftext|>")
+    max_tokens: int = option(16, *at_least(1, ""))
+    temperature: float = option(1.0, lambda v: is_a(Real, v) and 0 <= v < math.inf, "a finite number of at least 0; 0 is greedy")
+    top_k: int = option(0, *at_least(0, "; 0 keeps all"))
+    top_p: float = option(1.0, lambda v: is_a(Real, v) and 0 < v <= 1, "above 0 and at most 1; 1 keeps all")
+    seed: int | None = option(None, lambda v: is_a(Integral, v), "an integer, or None for the engine's choice")
+    stop: tuple = option((), lambda v: v is None or isinstance(v, str) and v or isinstance(v, (list, tuple))
+                         and len(v) <= 64 and all(isinstance(s, str) and s for s in v), "a string or up to 64, none of them empty")
+    ignore_eos: bool = option(False, *FLAG)
 
     def __post_init__(self):
         super().__post_init__()
         # NumPy's numbers pass the tests, but would overflow in the sums to come; an integer can be beyond all floats.
         heat = min(int(self.temperature), 10**308) if is_a(Integral, self.temperature) else self.temperature
-        plain = {"max_tokens": int(self.max_tokens), "temperature": float(heat),
-                 "top_k": int(self.top_k), "top_p": float(self.top_p), "seed": None if self.seed is None else int(self.seed),
+        plain = {"max_tokens": int(self.max_tokens), "temperature": float(heat), "top_k": int(self.top_k),
+                 "top_p": float(self.top_p), "seed": None if self.seed is None else int(self.seed),
                  "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())}
         for name, value in plain.items():
             object.__setattr__(self, name, value)           # the way past a frozen dataclass's own guard
@@ -215,7 +237,20 @@ def verify(target, drafts, draft_probs, seed, position):
 # `follow`, after the target's pass: the same tokens, for a drafter that has a memory of its own to keep up to date.
 
 
-class NgramDrafter:
+class NoDrafter:
+    """It never guesses: plain decoding."""
+
+    def guess(self, request, k):
+        return []
+
+    def fill(self, requests):
+        pass
+
+    def follow(self, sequences):
+        pass
+
+
+class NgramDrafter(NoDrafter):
     """What followed the last few tokens when they occurred before (prompt lookup, Saxena 2023). Needs no model.
 
     The longest suffix of up to MAX_N tokens that occurs earlier in the request, prompt or output; of several occurrences
@@ -249,9 +284,6 @@ class NgramDrafter:
             request.draft_probs = np.zeros((len(request.drafts), self.vocab_size))
             request.draft_probs[range(len(request.drafts)), request.drafts] = 1.0
 
-    def follow(self, sequences):
-        pass
-
 
 class ModelDrafter:
     """A small model that guesses one token after the other, for all requests at once.
@@ -261,9 +293,11 @@ class ModelDrafter:
     need no code here.
     """
 
-    def __init__(self, forward, context_length, vocab_size):
-        """forward(sequences, as Batch.build takes them) -> logits [S, V]."""
-        self.forward, self.context_length, self.vocab_size = forward, context_length, vocab_size
+    def __init__(self, model, forward, vocab_size):
+        """model: whose config.context_length counts; forward(sequences, as Batch.build takes them) -> logits [S, V];
+        vocab_size: the target's."""
+        self.model, self.forward, self.vocab_size = model, forward, vocab_size
+        self.context_length = model.config.context_length
 
     def guess(self, request, k):
         return [0] * max(0, min(k, self.context_length - len(request.tokens)))      # a request for room; fill knows better
@@ -293,31 +327,19 @@ class ModelDrafter:
 # how many guesses: num_draft_tokens="auto"
 
 
-class PassCost:
-    """Seconds of a pass as a + b * rows, fitted to the passes so far, the past fading.
+def fit_line(passes):
+    """(a, b), such that a pass takes a + b * rows seconds: least squares over passes, a list of (rows, seconds).
 
     On a large GPU b is almost 0 while the batch is small: checking five tokens costs what one costs. On a full batch, or a
     CPU, it is not. Whatever clock the engine has decides: the wall's, or one that ticks by a GPU's datasheet.
 
-    >>> cost = PassCost()
-    >>> for rows in (1, 2, 3): cost.add(rows, 10 + 2 * rows)
-    >>> [round(x, 6) for x in cost.line()]
+    >>> [round(float(x), 6) for x in fit_line([(1, 12.0), (2, 14.0), (3, 16.0)])]
     [10.0, 2.0]
     """
-
-    def __init__(self):
-        self.sums = (0.0,) * 5                      # of 1, rows, rows^2, seconds, rows * seconds
-
-    def add(self, rows, seconds):
-        now = (1.0, rows, rows * rows, seconds, rows * seconds)
-        self.sums = tuple(0.98 * old + new for old, new in zip(self.sums, now))
-
-    def line(self):
-        """-> (a, b), by least squares."""
-        n, x, xx, y, xy = self.sums
-        spread = xx * n - x * x
-        b = max((xy * n - x * y) / spread, 0.0) if spread > 1e-9 * xx * n else 0.0      # always the same size: b unknown
-        return (max((y - b * x) / n, 1e-9), b) if n else (1.0, 0.0)           # a pass is never free
+    rows, seconds = np.array(passes or [(0, 1.0)], dtype=float).T
+    spread = rows.var()                                                 # 0 if all had the same size: b is unknown
+    b = max(((rows - rows.mean()) * seconds).mean() / spread, 0.0) if spread > 1e-9 else 0.0
+    return max(seconds.mean() - b * rows.mean(), 1e-9), b               # a pass is never free
 
 
 class Acceptance:
@@ -344,11 +366,11 @@ class Acceptance:
         return (self.right + self.WEIGHT * prior) / (self.checked + self.WEIGHT)
 
 
-def choose_drafts(rates, other_rows, line, draft_seconds, most):
+def choose_drafts(rates, other_rows, line, draft_seconds, most=5):
     """Guesses for each stream, such that the expected tokens per second are the most. -> list of k, some or all 0.
 
     rates: the chance that a guess is right, for each stream; other_rows: rows of the pass that are not theirs; line: (a, b)
-    of the target's PassCost; draft_seconds: of one pass of the drafter.
+    of the target's passes; draft_seconds: of one pass of the drafter; most: what a longer run adds rarely pays for being tried.
 
     It thinks of this step only: of nobody who waits, and of no stream's end. A run survives to position i with probability
     rate^i, and that is what guess i adds to the expectation. So guesses are taken in order of rate^i, over all streams,
@@ -417,161 +439,3 @@ class Detokenizer:
     def _overlap(text, stop):
         """Length of the longest end of `text` that a stop string starts with."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-# ----------------------------------------------------------------------------------------------
-# from text to tokens and back: byte-level BPE (Sennrich et al. 2016), identical to GPT-2's
-#
-#   text --pretokenize--> pieces --UTF-8--> bytes --merges, in the order they were learnt--> tokens --vocab--> ids
-
-
-def _byte_alphabet():
-    """GPT-2's printable stand-in for each of the 256 bytes: itself where printable, else 256, 257, ..."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    stand_in = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    return [stand_in[b] for b in range(256)]
-
-
-BYTE_TO_CHAR = _byte_alphabet()
-
-
-@contextlib.contextmanager
-def reading(path):
-    """Whatever goes wrong while a file is read and understood becomes one sentence that starts with its name."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: a model folder holds config.json, model.safetensors, vocab.json and "
-                         "merges.txt") from None
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
-        raise ValueError(f"{path} is not what a GPT-2 folder holds: {error!r}") from None
-
-
-class _CharClass(dict):
-    """For str.translate: every non-ASCII character becomes an ASCII one of its kind.
-
-    GPT-2's pattern asks for Unicode's letters and numbers, which Python's re can't. So it runs over a shadow of the text:
-    a letter is "a", a number "0", a blank a newline, anything else "!". The shadow is as long as the text, so the pieces
-    found in one are the pieces of the other. Categories come from unicodedata, one look per different character.
-    """
-
-    def __missing__(self, code):
-        char = chr(code)
-        if code >= 128:
-            char = {"L": "a", "N": "0"}.get(unicodedata.category(char)[0], "\n" if char.isspace() else "!")
-        self[code] = char
-        return char
-
-
-_CHAR_CLASS = _CharClass()
-_PIECE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[a-zA-Z]+| ?[0-9]+| ?[^\sa-zA-Z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-
-
-def pretokenize(text):
-    """Split text where GPT-2 does, before any merge: a merge never crosses the edge of a piece.
-
-    >>> pretokenize("I'll take 12  eggs!")
-    ['I', "'ll", ' take', ' 12', ' ', ' eggs', '!']
-    """
-    return [text[m.start():m.end()] for m in _PIECE.finditer(text.translate(_CHAR_CLASS))]
-
-
-class Tokenizer:
-    """Byte-level BPE with GPT-2's files. Text to ids and back; any bytes have ids, so nothing is ever unknown.
-
-    `<|endoftext|>` written in a text is encoded as the ordinary characters it is made of: only the engine
-    deals in the id `eos_id`, so no prompt can forge the end of a text.
-
-    >>> tokenizer = Tokenizer.load(Path(__file__).parent / "weights" / "tiny")
-    >>> tokenizer.decode(tokenizer.encode("naïve 日本")), tokenizer.decode_bytes(tokenizer.encode(b"\\xff"))
-    ('naïve 日本', b'\\xff')
-    """
-
-    def __init__(self, vocab, merges):
-        """vocab: dict of token string -> id; merges: list of (left, right) in order of rank."""
-        char_to_byte = {c: b for b, c in enumerate(BYTE_TO_CHAR)}
-        self.eos_id = vocab["<|endoftext|>"]
-        self.ids = {bytes(char_to_byte[c] for c in token): i for token, i in vocab.items() if i != self.eos_id}
-        self.bytes = {i: token for token, i in self.ids.items()} | {self.eos_id: b""}
-        self.rank = {tuple(bytes(char_to_byte[c] for c in part) for part in pair): r for r, pair in enumerate(merges)}
-        self._remembered = functools.lru_cache(maxsize=65536)(self._merge)          # texts repeat their words
-
-    @classmethod
-    def load(cls, folder):
-        """Read vocab.json and merges.txt, and check that they belong together."""
-        path = Path(folder) / "vocab.json"
-        with reading(path):
-            vocab = json.loads(path.read_text("utf-8"))
-            ids, alphabet = list(vocab.values()), {*BYTE_TO_CHAR}
-            require(all(type(i) is int and i >= 0 for i in ids) and len(set(ids)) == len(ids), "the ids must be different integers, from 0")
-            for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
-                require(token in vocab, f"the token {token!r} is missing")
-            for token in vocab:
-                require(set(token) <= alphabet, f"the token {token!r} is not written in GPT-2's alphabet of bytes")
-        path = Path(folder) / "merges.txt"
-        with reading(path):
-            lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
-            merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-            for pair in merges:
-                require(len(pair) == 2 and "" not in pair and {*pair, "".join(pair)} <= vocab.keys(),
-                        f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
-            made = {"".join(pair) for pair in merges}
-            for token in vocab:
-                require(len(token) == 1 or token in made or (token[0], token[-1]) == ("<", ">"),
-                        f"no line makes the token {token!r} of vocab.json: truncated?")
-        return cls(vocab, merges)
-
-    def _merge(self, piece):
-        """The ids of one piece: join the neighbours whose merge was learnt first, until no pair is known.
-
-        A heap of candidate pairs and a linked list of parts keep it O(n log n) on a piece of any length.
-        """
-        parts = [bytes([b]) for b in piece]
-        after, before = list(range(1, len(parts) + 1)), list(range(-1, len(parts) - 1))
-        heap = []
-
-        def offer(i):
-            if i >= 0 and after[i] < len(parts):
-                pair = parts[i], parts[after[i]]
-                if pair in self.rank:
-                    heapq.heappush(heap, (self.rank[pair], i, pair))
-
-        for i in range(len(parts) - 1):
-            offer(i)
-        while heap:
-            _, i, pair = heapq.heappop(heap)
-            j = after[i]
-            if j >= len(parts) or (parts[i], parts[j]) != pair:
-                continue                                 # one of the two was merged away since it was offered
-            parts[i], parts[j] = pair[0] + pair[1], b""
-            after[i] = after[j]
-            if after[i] < len(parts):
-                before[after[i]] = i
-            offer(before[i])
-            offer(i)
-        return [self.ids[part] for part in parts if part]
-
-    def encode(self, text):
-        """str -> list of ids. Bytes are taken too, valid UTF-8 or not; a lone surrogate becomes U+FFFD."""
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "surrogateescape")
-        else:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return [i for piece in pretokenize(text) for i in self.piece(piece.encode("utf-8", "surrogateescape"))]
-
-    def piece(self, piece):
-        """The ids of the bytes of one piece. Only short ones are remembered: a long one does not come again."""
-        return self._remembered(piece) if len(piece) < 64 else self._merge(piece)
-
-    def decode_bytes(self, ids):
-        """ids -> bytes. An id without a token (models pad their embedding) is U+FFFD."""
-        return b"".join(self.bytes.get(i, b"\xef\xbf\xbd") for i in ids)
-
-    def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")

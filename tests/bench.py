@@ -5,10 +5,10 @@ First the machine, as the engine meets it (its threads, its type of number):
     memory     bytes/s of reading a tensor that no cache holds
     multiply   FLOP/s of [M, 768] @ [768, 3072], by the multiply that the engine's layers use, over copies that no cache holds
 
-Then three workloads, each the median of its runs:
+Then three workloads, the first two the median of their runs:
 
     prefill    one long prompt, tokens/s to its first token
-    decode     one stream of 128 tokens behind a prompt of 128, tokens/s after the first
+    decode     one stream of 64 tokens behind a prompt of 64, tokens/s after the first
     mixed      64 requests at once, long-tailed lengths, 16 seats: output tokens/s
 
 Beside each stands its floor. A step takes at least the time to move its bytes (weights once, K and V of every context) at
@@ -18,12 +18,14 @@ multiplied more slowly than float32 has float32's rate in its floor: nothing wou
 the floor says less: its weights stay in a cache, which is faster than memory.
 
 Last, where the time of mixed went, part by part. That is a run of its own with a clock around every part, so that no clock
-disturbs the figures above; on a GPU a forward pass is one part, since its launches return before the work is done.
+disturbs the figures above. It computes one step of several: the schedule of mixed does not depend on what the tokens
+are. On a GPU a forward pass is one part, since its launches return before the work is done.
 
 Prompts are random ids and <|endoftext|> is ignored, so the work is fixed by the seed. Greedy, no prefix cache, 1,024 blocks.
 
 Nothing else may run meanwhile. With two threads every multiply ends when the slower thread does: one busy core more, and
-all figures collapse many times over, the machine's own among them. A type of number that a CPU has no instructions for
+all figures collapse many times over, the machine's own among them. So the machine is measured before and after the
+workloads, the better of the two counts, and how far they are apart is printed. A type of number that a CPU has no instructions for
 (bfloat16 on many) is slower by far more than its bytes are fewer; then gpt2 takes very long.
 """
 
@@ -46,7 +48,7 @@ import torch.nn.functional as F
 import nanoserve
 from kvcache import KERNEL_BLOCK_SIZE, Batch, KVCache
 from nanoserve import Engine, SamplingParams, pack
-from scheduler import Roofline
+from labs import Roofline
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,14 @@ class Sizes:
     """Of the workloads, for one model."""
 
     prefill: int = 1000             # tokens of the long prompt, cut at the context length
-    decode: int = 128               # tokens of the stream's prompt, and of its output
+    decode: int = 64                # tokens of the stream's prompt, and of its output
     mixed: int = 64                 # requests
-    broken_down: int = 24           # the first so many of them run again, under the clocks
+    every: int = 8                  # under the clocks, one step of so many is computed
     repeat: int = 3                 # runs of prefill and of decode
-    mixed_repeat: int = 1           # runs of mixed
     memory: int = 2**28             # bytes that are read to measure the machine: beyond any cache
 
 
-MODELS = {"tiny": Sizes(mixed_repeat=3), "gpt2": Sizes()}
+MODELS = {"tiny": Sizes(every=2), "gpt2": Sizes()}
 
 
 def greedy(max_tokens):
@@ -123,6 +124,21 @@ def measure_machine(device, dtype, memory):
     return bandwidth, rates
 
 
+def measure_peak(device, dtype, memory):
+    """-> [bytes/s, {M: FLOP/s}, the best FLOP/s that a floor may count on]."""
+    bandwidth, rates = measure_machine(device, dtype, memory)
+    others = measure_machine(device, torch.float32, memory)[1] if dtype.itemsize < 4 else {}
+    return bandwidth, rates, max(*rates.values(), *others.values())
+
+
+def better(one, other):
+    """Of two answers of measure_peak, number by number -> (that answer, the least that the worse number is of the better)."""
+    (bandwidth, rates, peak), (bandwidth2, rates2, peak2) = one, other
+    pairs = [(bandwidth, bandwidth2), (peak, peak2), *((rates[M], rates2[M]) for M in rates)]
+    best = max(pairs[0]), {M: max(rates[M], rates2[M]) for M in rates}, max(pairs[1])
+    return best, min(min(pair) / max(pair) for pair in pairs)
+
+
 def record_steps(engine):
     """The steps that the engine's model computes from now on, as Roofline takes them -> a list that grows."""
     steps, forward = [], engine.model.forward
@@ -157,7 +173,8 @@ LINEAR, ATTENTION, HEAD = "linear layers", "attention, with writing and gatherin
 NORM, GELU, FORWARD = "layer norms", "GELU", "rest of the forward pass: embedding, sums, to NumPy"
 SAMPLING, SCHEDULING, BUILDING, GUESSING = "sampling", "scheduling", "building the batch", "guessing"
 PYTHON = "Python: text, counters, the loop"
-PARTS = (LINEAR, ATTENTION, HEAD, NORM, GELU, FORWARD, SAMPLING, SCHEDULING, BUILDING, GUESSING, PYTHON)
+INSIDE = (LINEAR, ATTENTION, HEAD, NORM, GELU, FORWARD)                 # a forward pass
+PARTS = (*INSIDE, SAMPLING, SCHEDULING, BUILDING, GUESSING, PYTHON)
 FLOORS = {LINEAR: "linear", ATTENTION: "kv", HEAD: "head"}
 
 
@@ -185,19 +202,35 @@ class PartsClock:
         return timed
 
 
-def break_down(engine, run):
-    """Call run() with a clock around every part of the engine -> {part: seconds}. The engine is left as it was."""
-    calls = [(engine.model, "forward", FORWARD), (nanoserve, "to_numpy", FORWARD), (Batch, "build", BUILDING),
+def break_down(engine, run, every=1):
+    """Call run() with a clock around every part of the engine -> {part: seconds of a step}. The engine is left as it was.
+
+    every > 1: the model computes one step of so many, and its last logits stand in for the others'.
+    """
+    clock, turn = PartsClock(PYTHON), itertools.count()
+    forward, kept = clock.around(engine.model.forward, FORWARD), [torch.zeros(1, engine.model.config.vocab_size)]
+
+    def stand_in(batch, logits=None):
+        if logits is not None:
+            kept[0] = logits.float().cpu() if len(logits) else kept[0]
+            return logits
+        return kept[0][torch.arange(len(batch.logit_rows)) % len(kept[0])]
+
+    stand_in = clock.around(stand_in, "standing in")                    # nobody's part
+
+    def sometimes(batch, cache):
+        return stand_in(batch) if next(turn) % every else stand_in(batch, forward(batch, cache))
+
+    calls = [(nanoserve, "to_numpy", FORWARD), (Batch, "build", BUILDING),
              (nanoserve, "target_probs", SAMPLING), (nanoserve, "verify", SAMPLING),
              *((engine.scheduler, name, SCHEDULING) for name in ("schedule", "advance", "finish"))]
-    if engine.drafter:
-        calls += [(engine.drafter, name, GUESSING) for name in ("guess", "fill", "follow")]
+    calls += [(engine.drafter, name, GUESSING) for name in ("guess", "fill", "follow")]
     multiplies = {}
     if engine.cache.k.device.type == "cpu":
         calls += [(engine.cache, "attend", ATTENTION), (F, "layer_norm", NORM), (F, "gelu", GELU)]
         multiplies = engine.model.packed
-    clock = PartsClock(PYTHON)
     with ExitStack() as patches:
+        patches.enter_context(patch.object(engine.model, "forward", sometimes))
         for owner, name, part in calls:
             patches.enter_context(patch.object(owner, name, clock.around(getattr(owner, name), part)))
         patches.enter_context(patch.dict(multiplies, {
@@ -207,7 +240,9 @@ def break_down(engine, run):
         clock.seconds.clear()
         run()
         clock.switch(PYTHON)
-    return {part: clock.seconds[part] for part in PARTS if part in clock.seconds}
+    steps = next(turn)
+    computed = math.ceil(steps / every)
+    return {part: clock.seconds[part] / (computed if part in INSIDE else steps) for part in PARTS if part in clock.seconds}
 
 
 def plain_multiply(weights, name):
@@ -226,23 +261,16 @@ def measure(sizes, fields):
     engine = Engine(**fields)
     shape, model = engine.model.config, getattr(engine.model, "model", engine.model)        # on a GPU it is inside its graphs
     device, dtype = engine.cache.k.device, model.weights["wte.weight"].dtype
-    bandwidth, rates = measure_machine(device, dtype, sizes.memory)
-    peak = max(rates.values())
-    if dtype.itemsize < 4:
-        peak = max(peak, *measure_machine(device, torch.float32, sizes.memory)[1].values())
-    roofline = Roofline((peak, bandwidth), shape.num_layers, shape.width, shape.vocab_size, dtype.itemsize)
-    result = {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
-              "memory_GB_per_s": bandwidth / 1e9, "best_GFLOP_per_s": peak / 1e9,
-              "multiply_GFLOP_per_s": {M: rate / 1e9 for M, rate in rates.items()}}
+    machine = measure_peak(device, dtype, sizes.memory)
     steps = record_steps(engine)
     engine.generate([prompt_of(random.Random(0), 200)], [greedy(4)])        # touch weights and pool once
 
     def timed(run):
-        """-> (tokens that run() made, its seconds, and the three of floor_of)."""
+        """-> (tokens that run() made, its seconds, its steps)."""
         steps.clear()
         started = time.perf_counter()
         tokens = run()
-        return tokens, time.perf_counter() - started, *floor_of(roofline, steps)
+        return tokens, time.perf_counter() - started, steps[:]
 
     def prefill(r):
         prompt = prompt_of(r, min(sizes.prefill, shape.context_length - 12))
@@ -261,11 +289,10 @@ def measure(sizes, fields):
             engine.step()
         return request
 
-    def mixed(count):
+    def mixed():
         r = random.Random(2)
         lengths = [(long_tailed(r, 64), long_tailed(r, 48)) for _ in range(sizes.mixed)]
-        requests = [(prompt_of(r, prompt), greedy(output)) for prompt, output in lengths][:count]
-        done = engine.generate(*map(list, zip(*requests)))
+        done = engine.generate([prompt_of(r, prompt) for prompt, _ in lengths], [greedy(output) for _, output in lengths])
         return sum(len(completion.token_ids) for completion in done)
 
     runs = {"prefill": [], "decode": [], "mixed": []}
@@ -275,45 +302,53 @@ def measure(sizes, fields):
         request = first_token(r)
         runs["decode"].append(timed(lambda: decode(request)))
     before = engine.stats.model_seconds, engine.stats.step_seconds
-    for _ in range(sizes.mixed_repeat):
-        runs["mixed"].append(timed(lambda: mixed(sizes.mixed)))
+    runs["mixed"].append(timed(mixed))
     forward, whole = (now - then for now, then in zip((engine.stats.model_seconds, engine.stats.step_seconds), before))
-    for work, figures in runs.items():
-        tokens, seconds, floor, compute, move = (statistics.median(column) for column in zip(*figures))
-        result[work] = {"tokens_per_s": tokens / seconds, "seconds": seconds, "floor_seconds": floor, "share_of_floor": floor / seconds,
-                        "seconds_to_compute": compute, "seconds_to_move": move}
-    result["mixed"]["share_outside_forward"] = 1 - forward / whole
-
+    outside = 1 - forward / whole
     steps.clear()
-    parts = break_down(engine, lambda: mixed(sizes.broken_down))
-    whole, per_step = sum(parts.values()), 1e3 / len(steps)
-    result["breakdown"] = {"steps": len(steps), "ms_per_step": whole * per_step, "parts": {
-        part: {"ms_per_step": seconds * per_step, "share": seconds / whole}
-        | ({"floor_ms_per_step": floor_of_part(roofline, steps, FLOORS[part]) * per_step} if part in FLOORS else {})
-        for part, seconds in parts.items()}}
+    parts = break_down(engine, mixed, 1 if engine.config.drafter else sizes.every)     # what guesses are right, the tokens decide
+    broken_down = steps[:]
+
+    (bandwidth, rates, peak), steadiness = better(machine, measure_peak(device, dtype, sizes.memory))
+    roofline = Roofline((peak, bandwidth), shape.num_layers, shape.width, shape.vocab_size, dtype.itemsize)
+    result = {"dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "steadiness": steadiness,
+              "memory_GB_per_s": bandwidth / 1e9, "best_GFLOP_per_s": peak / 1e9,
+              "multiply_GFLOP_per_s": {M: rate / 1e9 for M, rate in rates.items()}}
+    for work, figures in runs.items():
+        figures = [(tokens, seconds, *floor_of(roofline, its_steps)) for tokens, seconds, its_steps in figures]
+        tokens, seconds, floor, compute, move = (statistics.median(column) for column in zip(*figures))
+        result[work] = {"tokens_per_s": tokens / seconds, "seconds": seconds, "floor_seconds": floor,
+                        "share_of_floor": floor / seconds, "seconds_to_compute": compute, "seconds_to_move": move}
+    result["mixed"] |= {"steps": len(runs["mixed"][0][2]), "share_outside_forward": outside}
+    whole = sum(parts.values())
+    shares = {part: {"ms_per_step": seconds * 1e3, "share": seconds / whole} for part, seconds in parts.items()}
+    for part in FLOORS.keys() & shares.keys():
+        shares[part]["floor_ms_per_step"] = floor_of_part(roofline, broken_down, FLOORS[part]) / len(broken_down) * 1e3
+    result["breakdown"] = {"steps_computed": len(broken_down), "ms_per_step": whole * 1e3, "parts": shares}
     return result
 
 
-def print_model(name, result, sizes):
+def print_model(name, result):
     rates = ", ".join(f"M={M} {rate:,.1f}" for M, rate in result["multiply_GFLOP_per_s"].items())
     print(f"""{name}, {result['dtype']}, {result['threads']} thread(s)
     memory      {result['memory_GB_per_s']:,.1f} GB/s read
     multiply    [M, 768] @ [768, 3072], GFLOP/s: {rates}; best {result['best_GFLOP_per_s']:,.1f}
+    steadiness  {result['steadiness']:.0%}: the worst of these, before or after the workloads, beside the better that counts
 
     measured      tokens/s   seconds   floor, s   reached   bytes alone, s   FLOPs alone, s""")
     for work in ("prefill", "decode", "mixed"):
         f = result[work]
         print(f"    {work:8} {f['tokens_per_s']:13,.1f} {f['seconds']:9.3f} {f['floor_seconds']:10.3f} {f['share_of_floor']:9.1%} "
               f"{f['seconds_to_move']:16.3f} {f['seconds_to_compute']:16.3f}")
-    print(f"    outside the forward pass, of mixed: {result['mixed']['share_outside_forward']:.1%}\n")
-    breakdown = result["breakdown"]
+    mixed, breakdown = result["mixed"], result["breakdown"]
+    print(f"    mixed: {mixed['steps']} steps of {mixed['seconds'] / mixed['steps'] * 1e3:.2f} ms, "
+          f"{mixed['share_outside_forward']:.1%} of it outside the forward pass\n")
     print(f"    {'where a step of mixed went':52}     ms    share   floor, ms")
     for part, f in breakdown["parts"].items():
         floor = f"{f['floor_ms_per_step']:12.2f}" if "floor_ms_per_step" in f else ""
         print(f"    {part:52} {f['ms_per_step']:6.2f} {f['share']:8.1%}{floor}")
-    print(f"    {'the whole step':52} {breakdown['ms_per_step']:6.2f}\n"
-          f"    (mean of {breakdown['steps']} steps, the first {sizes.broken_down} requests of mixed once more: a run of its own, with a "
-          "clock around\n    every part; the figures above it are without)\n", flush=True)
+    print(f"    {'the whole step':52} {breakdown['ms_per_step']:6.2f}\n    (a run of its own, with a clock around every part, that "
+          f"computes {breakdown['steps_computed']} of the steps; the figures above it are without clocks)\n", flush=True)
 
 
 def run_bench(quiet=False, fields=None, models=MODELS):
@@ -323,7 +358,7 @@ def run_bench(quiet=False, fields=None, models=MODELS):
         results[model] = measure(sizes, {**(fields or {}), "model": model, "num_blocks": 1024, "enable_prefix_caching": False})
         torch.set_num_threads(threads)          # an engine for a small model sets its own
         if not quiet:
-            print_model(model, results[model], sizes)
+            print_model(model, results[model])
     print(json.dumps(results))
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from common import on_roofline
+from labs import Roofline, on_roofline
 from nanoserve import Engine, SamplingParams
-from scheduler import Roofline
 
 KINDS = {
     "JSON": [f'[{{"id": 1, "name": "{name}", "age": 7, "city": "Paris"}}, {{"id": 2,' for name in ("Mia", "Tom", "Ali", "Zoe")],
@@ -29,7 +28,7 @@ def serve(prompts, seqs, temperature, max_tokens=100, roofline=False, **fields):
     """-> the stats of serving the prompts, `seqs` at a time, in turn, at least four of them."""
     engine = Engine(max_num_seqs=seqs, num_blocks=1024, max_num_batched_tokens=1024, enable_prefix_caching=False, **fields)
     if roofline:
-        on_roofline(engine, TARGET, DRAFT if fields.get("drafter") == "model" else None)
+        on_roofline(engine, TARGET, DRAFT)
     requests = max(4, seqs)
     engine.generate([prompts[i % len(prompts)] for i in range(requests)],
                     [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True) for i in range(requests)])

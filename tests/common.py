@@ -120,33 +120,6 @@ def greedy(max_tokens, **fields):
 
 
 # ----------------------------------------------------------------------------------------------
-# the roofline clock
-
-
-def on_roofline(engine, target, draft=None):
-    """Let the engine's clock tick by Rooflines: target's for each of its passes, draft's for each of the drafter's."""
-    now = [0.0]
-    engine.clock = lambda: now[0]
-    forward = engine.model.forward
-
-    def timed_forward(batch, cache):
-        now[0] += target.seconds(np.diff(batch.query_start).tolist(), batch.context_len.tolist(), len(batch.logit_rows))
-        return forward(batch, cache)
-
-    engine.model.forward = timed_forward
-    if draft:
-        guess = engine.drafter.forward
-
-        def timed_guess(sequences):
-            now[0] += draft.seconds([len(tokens) for tokens, *_ in sequences], [start + len(tokens) for tokens, start, *_ in sequences],
-                                    sum(rows for *_, rows in sequences))
-            return guess(sequences)
-
-        engine.drafter.forward = timed_guess
-    return engine
-
-
-# ----------------------------------------------------------------------------------------------
 # the simple kernel: the engine does not use it
 
 

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from bench import PARTS, PartsClock, Sizes, break_down, floor_of, floor_of_part, greedy, record_steps, run_bench
+from bench import PARTS, PartsClock, Sizes, better, break_down, floor_of, floor_of_part, greedy, record_steps, run_bench
 from bench_queue import by_context, by_tokens, fit
 from kvcache import Batch
 from nanoserve import Engine
-from scheduler import Roofline
+from labs import Roofline
 
-SMALL = Sizes(prefill=40, decode=6, mixed=3, broken_down=2, repeat=1, memory=2**23)
+SMALL = Sizes(prefill=40, decode=6, mixed=3, every=2, repeat=1, memory=2**23)
 
 
 def test_floor():
@@ -29,6 +29,11 @@ def test_floor():
     parts = {part: floor_of_part(roofline, [decode, chunk], part) for part in ("linear", "head", "kv")}
     assert parts == pytest.approx({"linear": 9.6 + 96, "head": 1.2, "kv": 1.6 + 404})
     assert roofline.linear == 48 and roofline.head == 6 and roofline.kv == 4            # it is left as it was
+
+
+def test_the_better_of_two_measurements():
+    one, other = (10, {1: 4, 16: 8}, 8), (8, {1: 5, 16: 6}, 6)
+    assert better(one, other) == ((10, {1: 5, 16: 8}, 8), 0.75)
 
 
 def test_recorded_steps_are_what_the_model_computed():
@@ -86,6 +91,7 @@ def test_bench_prints_a_table_and_ends_in_json(capsys):
         assert f["share_of_floor"] == pytest.approx(f["floor_seconds"] / f["seconds"])
         assert f["floor_seconds"] >= max(f["seconds_to_move"], f["seconds_to_compute"]) * (1 - 1e-9) > 0
     breakdown = result["breakdown"]
+    assert breakdown["steps_computed"] == -(-result["mixed"]["steps"] // SMALL.every)
     assert sum(part["share"] for part in breakdown["parts"].values()) == pytest.approx(1)
     assert sum(part["ms_per_step"] for part in breakdown["parts"].values()) == pytest.approx(breakdown["ms_per_step"])
 

@@ -19,7 +19,7 @@ import nanoserve
 import pytest
 import torch
 from conftest import ROOT
-from nanoserve import Engine, EngineConfig, SamplingParams, View
+from nanoserve import Engine, EngineConfig, SamplingParams, View, events
 
 LIMIT = 120                                                         # seconds until a command counts as hanging
 
@@ -247,7 +247,7 @@ def test_text_can_not_command_the_terminal():
     view = View(engine)
     engine.add_request("\t\r\x1b[2J\x1b]0;title\x07\x0b\x0c\x85\u2028", SamplingParams(max_tokens=4))
     outputs = engine.step()
-    text = "".join(plain(line) for line in view.picture(*view.gauges()) + view.events(outputs))
+    text = "".join(plain(line) for line in [*view.picture(*view.gauges()), *(words for _, _, words in events(engine, outputs))])
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text), ascii(text)
 
 

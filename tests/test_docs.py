@@ -14,7 +14,7 @@ MODULES = ("kvcache", "scheduler", "spec", "nanoserve")
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, "weights.tokenizer", "labs"])
 def test_examples_in_docstrings(name):
     """Every worked example in a docstring gives what it says."""
     result = doctest.testmod(importlib.import_module(name))

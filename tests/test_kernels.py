@@ -169,14 +169,12 @@ def test_padded_decodes_of_grouped_heads(on_cpu):
     """The frozen plan has the tiles of grouped heads, too."""
     batch, q, k, v, cache = case([(20, 1), (3, 1), (40, 1)], 6, 1, 32, torch.float32)
     expected = cache.attend(0, q, k, v, batch)
-    seen = []
-    model = SimpleNamespace(config=SimpleNamespace(num_heads=6, context_length=512), compute=lambda *arguments: seen.append(arguments))
-    inputs, _, _ = DecodeGraphs(model, capture=False)._record(4, cache)
-    DecodeGraphs._fill(inputs, batch)
-    for tiles in inputs.launch_plan.tiles.values():
-        tiles[:, 0] = inputs.launch_plan.sequences.repeat_interleave(len(tiles) // 4)
     wide = [torch.cat([tensor, torch.zeros(1, *tensor.shape[1:])]) for tensor in (q, k, v)]
-    assert_close(cache.attend(0, *wide, inputs)[:3], expected, 1e-5, WHY)
+    model = SimpleNamespace(config=SimpleNamespace(num_heads=6, context_length=512),
+                            compute=lambda tokens, positions, logit_rows, frozen, cache: cache.attend(0, *wide, frozen)[logit_rows])
+    graphs = DecodeGraphs(model, capture=False)
+    assert_close(graphs.forward(batch, cache), expected, 1e-5, WHY)
+    assert [size for size, _ in graphs.graphs] == [4]
 
 
 def test_the_kernel_benchmark_runs(on_cpu):

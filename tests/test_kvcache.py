@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import kvcache
 from common import assert_close
-from kvcache import Batch, BlockAllocator, KVCache, attention_numpy
+from kvcache import Batch, BlockAllocator, KVCache, Prefix, attention_numpy
 
 
 def pool_of(num_blocks=8, block_size=4, **fields):
@@ -100,7 +99,7 @@ def test_a_hole_in_the_chain_ends_the_match():
     """Without its head, a cached tail is of no use."""
     pool = pool_of(num_blocks=3, block_size=2)
     table = serve(pool, [1, 2, 3, 4, 5, 6])
-    del pool.by_hash[pool.prefix[table[0]].hash]
+    del pool.by_hash[pool.prefix[table[0]]]
     assert pool.find_prefix([1, 2, 3, 4, 5, 6, 7]) == []
 
 
@@ -128,7 +127,7 @@ def test_nothing_is_found_before_it_is_published_or_with_caching_off():
 
 def test_a_hash_collision_is_no_hit(monkeypatch):
     """With a hash that always collides, only equal chains of tokens are found."""
-    monkeypatch.setattr(kvcache, "hash_block", lambda parent_hash, tokens: 0)
+    monkeypatch.setattr(Prefix, "__hash__", lambda self: 0)
     pool = pool_of(block_size=2)
     table = serve(pool, [1, 2, 3])
     assert pool.find_prefix([1, 2, 9]) == table[:1] and pool.find_prefix([1, 3, 9]) == []
@@ -136,10 +135,10 @@ def test_a_hash_collision_is_no_hit(monkeypatch):
 
 def test_a_collision_of_parents_is_no_hit(monkeypatch):
     """[1 2][5 6] is cached; [3 4] has the hash of [1 2]. After [1 2] is gone, [3 4][5 6] must not find the old tail."""
-    monkeypatch.setattr(kvcache, "hash_block", lambda parent_hash, tokens: hash((parent_hash, sum(tokens) > 8)))
+    monkeypatch.setattr(Prefix, "__hash__", lambda self: hash((self.parent, sum(self.tokens) > 8)))
     pool = pool_of(block_size=2)
     tail = serve(pool, [1, 2, 5, 6, 0])
-    del pool.by_hash[pool.prefix[tail[0]].hash]                     # as if the head had been evicted alone
+    del pool.by_hash[pool.prefix[tail[0]]]                          # as if the head had been evicted alone
     pool.prefix[tail[0]] = None
     head = serve(pool, [3, 4, 0])
     assert pool.find_prefix([3, 4, 5, 6, 0]) == head[:1]

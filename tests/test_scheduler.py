@@ -268,5 +268,5 @@ def test_histogram_buckets():
     for seconds in (0.0005, 0.001, 0.0011, 0.5, 1000.0):
         histogram.observe(seconds)
     buckets = histogram.as_dict()["buckets"]
-    assert (buckets[0.001], buckets[0.002], buckets[0.5], buckets["inf"]) == (2, 1, 1, 1)
+    assert (buckets[0.001], buckets[0.002], buckets[0.5], buckets["+Inf"]) == (2, 1, 1, 1)
     assert histogram.as_dict()["count"] == 5 and np.isclose(histogram.sum, 1000.5026)

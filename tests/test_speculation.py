@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, on_roofline, poison, reference_greedy
+from common import GHOST_VOCABULARY, Ghost, GhostEngine, assert_close, ghost_text, greedy, poison, reference_greedy
 from kvcache import Batch, KVCache
 from nanoserve import Engine, ModelConfig, SamplingParams
-from scheduler import Roofline
-from spec import ModelDrafter, NgramDrafter, PassCost, choose_drafts, target_probs
+from labs import Roofline, on_roofline
+from spec import ModelDrafter, NgramDrafter, choose_drafts, fit_line, target_probs
 from test_engine import GHOST_WORK, SWITCHES, configuration, serve, tiny_engine
 
 
@@ -66,8 +66,8 @@ class SpeculatingGhost(GhostEngine):
         model, cache = GhostDraft(self.context_length), KVCache(1, self.config.num_blocks, self.config.block_size, 1, 1,
                                                                 torch.float64, "cpu", "numpy")
         self.draft_cache = cache
-        return ModelDrafter(lambda sequences: model.forward(Batch.build(sequences, self.config.block_size), cache).numpy(),
-                            self.context_length, GHOST_VOCABULARY)
+        return ModelDrafter(model, lambda sequences: model.forward(Batch.build(sequences, self.config.block_size), cache).numpy(),
+                            GHOST_VOCABULARY)
 
     def __init__(self, **fields):
         super().__init__(**fields)
@@ -189,10 +189,8 @@ def test_nan_behind_a_refused_guess_is_nobodys_error():
 
 def test_the_cost_of_a_pass_is_never_zero():
     """Times that fall with the size of the pass, or a clock that stands still, must not divide by it."""
-    cost = PassCost()
-    for rows, seconds in ((1, 1.0), (4, 4.4), (2, 2.1)):
-        cost.add(rows, seconds)
-    assert cost.line()[0] > 0 and choose_drafts([], 0, cost.line(), 0.0, 5) == []
+    line = fit_line([(1, 1.0), (4, 4.4), (2, 2.1)])
+    assert line[0] > 0 and choose_drafts([], 0, line, 0.0, 5) == []
     engine = SpeculatingGhost(drafter="model", num_draft_tokens="auto", num_blocks=16)
     engine.clock = lambda: 0.0
     assert engine.generate([[1, 2]], greedy(20))[0].token_ids == ghost_text([1, 2], 20)
@@ -282,7 +280,7 @@ class MarkovEngine(Engine):
 
     def load_drafter(self):
         model = Markov(self.draft)
-        return ModelDrafter(lambda sequences: model.forward(Batch.build(sequences, 4), None).numpy(), 64, V)
+        return ModelDrafter(model, lambda sequences: model.forward(Batch.build(sequences, 4), None).numpy(), V)
 
 
 TARGET = [[0.5, 0.3, 0.2, 1e-9], [0.1, 0.1, 0.7, 0.1], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]

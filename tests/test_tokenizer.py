@@ -8,7 +8,7 @@ import unicodedata
 import pytest
 from conftest import ROOT
 from nanoserve import EMBEDDED
-from spec import BYTE_TO_CHAR, Tokenizer, pretokenize
+from weights.tokenizer import BYTE_TO_CHAR, Tokenizer, pretokenize
 
 GPT2_VOCAB = ROOT.parent / "shared" / "gpt2-vocab"
 

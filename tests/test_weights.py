@@ -18,8 +18,8 @@ from kvcache import Batch, KVCache
 from nanoserve import (
     GPT2, Engine, ModelConfig, SamplingParams, Tokenizer, Weights, gpt2_reference, load_model,
     load_weights)
-from spec import BYTE_TO_CHAR
 from weights.inflate import GPT2_124M, inflate
+from weights.tokenizer import BYTE_TO_CHAR
 
 CONFIG = {"model_type": "gpt2", "vocab_size": 260, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 8,
           "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True}

@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from grammar import Grammar
 from nanoserve import load_weights
-from spec import BYTE_TO_CHAR, Tokenizer, pretokenize
+from weights.tokenizer import BYTE_TO_CHAR, Tokenizer, pretokenize
 
 VOCABULARY, CONTEXT = 1024, 512
 SHAPES = {"tiny": dict(n_layer=4, n_embd=128, n_head=4), "draft": dict(n_layer=1, n_embd=64, n_head=2)}
