@@ -230,7 +230,10 @@ class Batch:
     block_tables: np.ndarray    # [R, W] block ids, padded with -1
     logit_rows: np.ndarray      # rows whose logits somebody will sample from
     block_size: int
-    launch_plan: "LaunchPlan | None" = None     # made by the first layer that runs kernels.cu, used by all
+    # Made by the first layer, used by all. For attention_torch: the groups on its device, and memory to gather their K and V in:
+    # fresh memory in every layer would cost more than the copying. For kernels.cu: what it reads.
+    gathering: list | None = None
+    launch_plan: "LaunchPlan | None" = None
 
     @classmethod
     def build(cls, sequences, block_size):
@@ -301,13 +304,15 @@ def attention_numpy(q, k_cache, v_cache, batch):
 def attention_torch(q, k_cache, v_cache, batch):
     """The same by gathering each group's keys and values out of their slots. Shapes as in attention_numpy."""
     (_, H, D), G = q.shape, k_cache.shape[2]
-    keys, values = k_cache.view(-1, G * D), v_cache.view(-1, G * D)                 # [slots, G * D]
+    if batch.gathering is None:
+        batch.gathering = [(rows.to(q.device), slots.to(q.device), mask.to(q.device, q.dtype),
+                            torch.empty((2, *slots.shape, G, D), dtype=q.dtype, device=q.device))       # room for its K and V
+                           for rows, slots, mask in batch.groups]
     out = torch.empty_like(q)
-    for rows, slots, mask in batch.groups:
-        rows, slots, mask = rows.to(q.device), slots.to(q.device), mask.to(q.device, q.dtype)
-        shape = (*slots.shape, G, D)
-        k = keys.index_select(0, slots.flatten()).view(shape).transpose(1, 2)       # -> [R', G, C, D]
-        v = values.index_select(0, slots.flatten()).view(shape).transpose(1, 2)
+    for rows, slots, mask, room in batch.gathering:
+        for cache, gathered in zip((k_cache, v_cache), room):
+            torch.index_select(cache.view(-1, G * D), 0, slots.flatten(), out=gathered.view(-1, G * D))
+        k, v = room.transpose(2, 3)                                                 # 2 x [R', C, G, D] -> 2 x [R', G, C, D]
         attended = F.scaled_dot_product_attention(q[rows].transpose(1, 2), k, v, attn_mask=mask, enable_gqa=H != G)
         out[rows] = attended.transpose(1, 2)                                        # [R', H, n, D] -> [R', n, H, D]
     return out

@@ -212,7 +212,12 @@ def pack(matrix, bias=None):
 
 
 class GPT2:
-    """The same function over a ragged batch, in torch, with K and V in the paged cache."""
+    """The same function over a ragged batch, in torch, with K and V in the paged cache.
+
+    The T rows of a pass are the tokens of all its requests, end to end: a decode is one row, a chunk of a prompt a hundred.
+    Embedding, LayerNorm, linear layers and MLP treat every row alike and by itself, so they need not know whose it is; that is
+    why requests can share a pass at all. Only attention looks from one row at others: `cache.attend` finds them in `batch`.
+    """
 
     def __init__(self, weights, dtype, device):
         self.config, self.device = weights.config, device
@@ -225,7 +230,10 @@ class GPT2:
 
     @torch.inference_mode()
     def forward(self, batch, cache):
-        """Compute batch.tokens [T], writing their K and V into `cache` -> logits [S, V] of batch.logit_rows."""
+        """Compute batch.tokens [T], writing their K and V into `cache` -> logits [S, V] of batch.logit_rows.
+
+        Tokens and positions go to the device here; everything behind is `compute`, which a CUDA graph can record.
+        """
         on_device = [torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.positions, batch.logit_rows)]
         return self.compute(*on_device, batch, cache)
 
@@ -455,7 +463,7 @@ class Engine:
         return self.add_requests([prompt], params, [request_id])[0]
 
     def add_requests(self, prompts, params=None, request_ids=None):
-        """All or none. params: one for all, or a list, one each. -> ids."""
+        """All or none: each is checked before the first is queued. params: one for all, or a list, one each. -> ids."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         require(len(each) == len(prompts), f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
@@ -468,7 +476,11 @@ class Engine:
         return [request.request_id for request in requests]
 
     def _make_request(self, prompt, params, request_id, number):
-        """number: how many requests came before."""
+        """Check everything that can be checked before a request runs, and build it. number: how many requests came before.
+
+        What is let in can be served to its end: its prompt leaves a token to generate, and all of it fits the pool even if it
+        has to be alone there. So no step ever meets a request that can't advance.
+        """
         params = SamplingParams() if params is None else params
         require(isinstance(params, SamplingParams), f"params must be SamplingParams, not {type(params).__name__}")
         context, vocabulary = self.model.config.context_length, self.model.config.vocab_size
@@ -500,9 +512,10 @@ class Engine:
     def encode(self, prompt):
         """A prompt, text or token ids -> token ids. Changes nothing, so any thread may call it."""
         if isinstance(prompt, str):
-            longest = self.model.config.context_length * self.tokenizer.longest         # what can't fit is not worth encoding
-            require(len(prompt) <= longest, f"the prompt has {len(prompt)} characters, a context of this model holds at most "
-                    f"{longest}: shorten it")
+            context = self.model.config.context_length
+            most = context * self.tokenizer.longest             # a longer text can't fit, and is not worth the time to encode it
+            require(len(prompt) <= most, f"the prompt has {len(prompt)} characters, and the context length of {context} tokens holds "
+                    f"at most {most}: shorten it")
             return self.tokenizer.encode(prompt)
         require(isinstance(prompt, (list, tuple)) and all(is_a(Integral, token) for token in prompt),
                 "the prompt must be a string or a list of token ids")
@@ -580,7 +593,8 @@ class Engine:
         return self._take_outbox()
 
     def _ask_for_guesses(self):
-        """Before scheduling: how many guesses each stream would like to have checked."""
+        """Before scheduling: how many guesses each stream would like to have checked. Only requests that stream: a prompt's next
+        token is known."""
         streams = [request for request in self.scheduler.running if request.num_missing == 1]
         wanted = [self.config.num_draft_tokens] * len(streams)
         if self.config.num_draft_tokens == "auto":
@@ -593,6 +607,8 @@ class Engine:
             request.drafts = self.drafter.guess(request, min(k, room))
 
     def _take_outbox(self):
+        """Show the outputs to those who watch, then hand them out. In this order: if a watcher raises, the outputs are still
+        there for the next step to hand out."""
         for watch in self.watchers:
             watch(self._outbox)
         outputs, self._outbox = self._outbox, []
@@ -682,7 +698,11 @@ def bar(share, width):
 
 
 def events(engine, outputs):
-    """What the last step did to whom, besides computing tokens. -> (sign, request, words), ..."""
+    """What the last step did to whom, besides computing tokens. -> (sign, request, words), ...
+
+    - preempted, + admitted, = finished. Of the latter only those who were in the step: one who was aborted while waiting left
+    without having been seen.
+    """
     ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
     for request, n in engine.scheduler.preempted.items():
         yield "-", request, f"preempted: it gave up {n} tokens of K/V"
@@ -746,7 +766,7 @@ class View:
         return list(symbols.values())
 
     def gauges(self):
-        """(busy, goodput) over the last 20 steps."""
+        """(busy, goodput) over the last 20 steps: differences of the same counters that Stats divides since the start."""
         stats = self.engine.stats
         self.past.append((stats.delivered_tokens, stats.scheduled_tokens + stats.idle_seats, stats.model_seconds, stats.seconds))
         delivered, paid, busy, total = (now - then for now, then in zip(self.past[-1], self.past[0]))
@@ -781,6 +801,14 @@ class View:
 
 # ----------------------------------------------------------------------------------------------
 # serving over HTTP: one thread for the engine, one for each connection
+#
+#     connection's thread                                       engine's thread
+#     parse, check, encode the prompt
+#     call(submit)                     --- calls --->           between two steps: add_requests
+#     wait for an output, send it      <-- outputs ---          after each step: put what is new into the requests' queues
+#     call(abort), if the client left  --- calls --->           between two steps: blocks are free at once
+#
+# Nothing is locked, since nothing is shared: the engine belongs to its thread, a socket to its connection's.
 
 
 class Refusal(Exception):
@@ -803,6 +831,7 @@ class EngineThread(threading.Thread):
         return future.result()
 
     def run(self):
+        """For ever: make all the calls that wait, then a step. So a call waits for one step at most."""
         while True:
             while not self.calls.empty() or not self.engine.has_unfinished():       # nothing to do: sleep until somebody calls
                 future, function, arguments = self.calls.get()
@@ -818,7 +847,7 @@ class EngineThread(threading.Thread):
                 (self.streams.pop if output.finish_reason else self.streams.get)(output.request_id).put(output)
 
     def submit(self, prompts, params, echo):
-        """-> (requests, the queue of their outputs)."""
+        """-> (requests, the queue of their outputs). With echo, the prompts are the first outputs."""
         room = self.max_queue - len(self.engine.scheduler.waiting)
         if self.stopping:
             raise Refusal(503, "the server is stopping")
@@ -832,8 +861,9 @@ class EngineThread(threading.Thread):
                 outputs.put(StepOutput(request.request_id, [], self.engine.tokenizer.decode(request.tokens)))
         return requests, outputs
 
-    def abort(self, request_ids):
-        self.call(lambda: [self.engine.abort(request_id) for request_id in request_ids])
+    def abort(self, request_ids=None):
+        """None: all who live. The dead do not mind."""
+        self.call(lambda: [self.engine.abort(i) for i in (list(self.engine.requests) if request_ids is None else request_ids)])
 
 
 # What a completion can be asked for besides SamplingParams; and OpenAI's parameters that are not here, with the values of theirs
@@ -872,6 +902,8 @@ class Handler(BaseHTTPRequestHandler):
     MAX_BODY = 2**20
 
     def route(self):
+        """Read the whole request, then answer it. http.server calls it for every request of a connection, one after the other:
+        the connection stays open unless an answer says otherwise."""
         server, path = self.server, self.path.partition("?")[0]
         model = {"id": server.model, "object": "model", "created": server.started, "owned_by": "nanoserve"}
         routes = {"/v1/completions": ("POST", self.completions),
@@ -896,6 +928,8 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = route
 
     def read_body(self):
+        """All of it, or the next request on this connection would begin in the middle of this one. A length that is a lie ends
+        in JSON that is cut off, or in the timeout."""
         length = ",".join(self.headers.get_all("Content-Length", [] if self.command == "POST" else ["0"]))
         if not length or "Transfer-Encoding" in self.headers:
             raise Refusal(411, "send the body in one piece, with a Content-Length")
@@ -913,6 +947,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def reply(self, status, content, headers={}):
+        """A string is Prometheus text, anything else becomes JSON."""
         text = isinstance(content, str)
         data = (content if text else json.dumps(content)).encode()
         kind = "text/plain; version=0.0.4" if text else "application/json"
@@ -935,6 +970,7 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing of a request goes to a log."""
 
     def completions(self, body):
+        """From the body to the requests. Whatever happens on the way, they do not outlive this call."""
         worker, requests = self.server.worker, []
         prompts, params, asked = parse_completion(body, self.server.model)
         require(len(prompts) * asked.n <= worker.max_queue, f"{len(prompts)} prompts, {asked.n} completions each: the queue has "
@@ -952,7 +988,8 @@ class Handler(BaseHTTPRequestHandler):
             worker.abort([request.request_id for request in requests])      # none is alive, unless the client is gone
 
     def answer(self, asked, requests, outputs):
-        """Send what comes out of `outputs`: as it comes, or all in the end."""
+        """Send what comes out of `outputs`: as it comes, or all in the end. A stream has begun with status 200 before anything can
+        go wrong with it, so an error in it is an event."""
         head = {"id": f"cmpl-{requests[0].request_id}", "object": "text_completion", "created": int(time.time()),
                 "model": self.server.model}
         if asked.usage:
@@ -983,7 +1020,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
 
     def next_output(self, outputs):
-        """Wait for an output, and look if the client is still there: something to read, and it is nothing, means gone."""
+        """Wait for an output, and look every now and then if the client is still there. A socket that can be read, but has nothing
+        to give, was closed by the other side. (A client that closes only its own half counts as gone, too.)"""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         while True:
@@ -1013,10 +1051,11 @@ class Server(ThreadingHTTPServer):
         self.worker.stopping = True
         self.shutdown()
         self.server_close()
-        deadline = time.monotonic() + grace
-        while self.active and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self.worker.abort(list(self.worker.engine.requests))
+        for seconds in (grace, 1.0):                        # to finish; then, for those who did not, to hear of it
+            deadline = time.monotonic() + seconds
+            while self.active and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.worker.abort()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -1024,7 +1063,10 @@ class Server(ThreadingHTTPServer):
 
 
 def play(engine, jobs):
-    """Serve jobs, each added before the step it names. -> their requests, in order of arrival."""
+    """Serve jobs, (step before which it arrives, prompt, SamplingParams, name), to their ends. -> requests, as they arrived.
+
+    Arrival is counted in steps and not in seconds, so that the same job meets the same batch on every machine.
+    """
     for number, (_, prompt, params, name) in enumerate(jobs):
         engine._make_request(prompt, params, name, number)                  # refuse what does not fit before anything starts
     arrivals, requests = deque(sorted(jobs, key=lambda job: job[0])), []
@@ -1110,7 +1152,8 @@ def print_summary(engine, requests):
 
 
 def generate(args):
-    """Stream completions. Several prompts run in one batch; their texts come out one after the other."""
+    """Stream completions. Several prompts run in one batch; their texts come out one after the other: the first streams, and the
+    others have got on with theirs when it is their turn."""
     engine = make_engine(args)
     params = SamplingParams(**{name: value for name, value in given(args, SamplingParams).items() if name != "seed"})
     prompts = [sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n") if prompt == "-" else prompt
@@ -1175,7 +1218,8 @@ def add_flags(parser, config, skip=()):
 
 
 def build_parser():
-    """The main job has no command of its own; flags can stand before or behind a command."""
+    """The main job has no command of its own; flags can stand before or behind a command. The engine's flags are the fields of
+    EngineConfig, and the sentences behind them are its docstring's: a new field needs no line here."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--json", action="store_true", help="print one JSON value instead of text")
     common.add_argument("--trace", metavar="FILE", help="write the schedule as Chrome trace JSON, for ui.perfetto.dev")
@@ -1209,6 +1253,8 @@ def build_parser():
 
 
 def main(argv=None):
+    """-> the exit status: 0, also if the reader of our output left; 2 after a user's mistake, said in one sentence on standard
+    error; 130 after Ctrl-C."""
     args = build_parser().parse_args(argv)
     args.json, args.recorder = hasattr(args, "json"), tool("labs").Trace() if hasattr(args, "trace") else None
     sys.stdout = sys.stdout or open(os.devnull, "w")    # None if it was closed

@@ -87,7 +87,7 @@ def poison(pool, cache):
 
 
 class GhostTokenizer:
-    eos_id = GHOST_VOCABULARY - 1
+    eos_id, longest = GHOST_VOCABULARY - 1, 1
 
     def decode_bytes(self, ids):
         return b"".join(b"%d " % i for i in ids)
