@@ -109,6 +109,11 @@ BUGS = [
     Bug("nan-sampled", "nanoserve.py", "finite = np.isfinite(logits).all(axis=1)", "finite = np.ones(len(logits), bool)", "test_engine.test_nan_logits_end_that_request_only"),
     Bug("abort-without-output", "nanoserve.py", '        self._emit(request, [], "", "abort")\n', '        self.scheduler.finish(self.requests.pop(request_id))\n',
         "test_engine.test_abort_in_each_state"),
+    Bug("dead-client-served", "nanoserve.py", "            worker.abort([request.request_id for request in requests])", "            pass",
+        "test_serve.test_client_gone_with_many_completions"),
+    Bug("queue-without-end", "nanoserve.py", "        if len(prompts) > room:\n", "        if False:\n", "test_serve.test_queue_full"),
+    Bug("stop-cuts-off", "nanoserve.py", "for seconds in (grace, 1.0):", "for seconds in (0, 1.0):",
+        "test_serve.test_stop_lets_those_who_are_served_finish"),
     Bug("id-reused-while-alive", "nanoserve.py", "require(request_id not in alive,", "require(True,",
         "test_engine.test_bad_requests", ({"prompt": [1], "request_id": "alive"}, "request_id 'alive' is alive")),
 ]

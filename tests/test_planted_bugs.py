@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from planted_bugs import BUGS, plant
 
-OURS = ("kvcache", "scheduler", "spec", "nanoserve", "common")
+OURS = ("kvcache", "scheduler", "spec", "nanoserve", "common", "labs", "load", "weights.tokenizer", "weights.safetensors", "weights.inflate")
 
 
 @pytest.fixture
