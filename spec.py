@@ -164,7 +164,7 @@ def sample(probs, u):
     >>> [sample(np.array([0.25, 0.0, 0.75]), u) for u in (0.0, 0.24, 0.25, 0.99)]
     [0, 0, 2, 2]
     """
-    support = np.flatnonzero(probs)                         # after top-k, top-p or greedy a few of 50,257 are left
+    support = np.flatnonzero(probs > 0)                     # after top-k, top-p or greedy a few of 50,257 are left
     cdf = np.cumsum(probs[support])
     at = np.searchsorted(cdf, u * cdf[-1], side="right")
     return int(support[min(at, len(support) - 1)])          # u * total can round up to the total
@@ -199,10 +199,11 @@ def target_probs(logits, params):
     probs = np.exp(scaled)
     probs /= probs.sum()
     if params.top_p < 1:
-        order = np.argsort(-probs, kind="stable")
-        before = np.cumsum(probs[order]) - probs[order]                 # mass of all likelier tokens
-        probs[order[before >= params.top_p]] = 0.0                      # the likeliest has 0 before it: always kept
-        probs /= probs.sum()
+        likely = np.flatnonzero(probs >= (1 - params.top_p) / len(probs))   # the others hold less than 1 - top_p together: not kept
+        order = likely[np.argsort(-probs[likely], kind="stable")]
+        before = np.cumsum(probs[order]) - probs[order]                     # mass of all likelier tokens
+        keep = order[before < params.top_p]                                 # the likeliest has 0 before it: always kept
+        probs = np.bincount(keep, probs[keep] / probs[keep].sum(), len(probs))
     return probs
 
 

@@ -185,5 +185,5 @@ def run_labs(name, gpu="h100", recorder=None, quiet=False, out=print):
         exec(compile(blocks[name], f"{path.name}#{name}", "exec"), {
             **vars(nanoserve), **globals(), "print": out, "run": functools.partial(run, gpu=gpu, recorder=recorder),
             "compare": lambda runs, figures: tables.append(compare(runs, figures, out))})
-        out(f"\n{comments[-1]}\n")
+        out("\n" + "\n".join(comments[1:]) + "\n")
     return results

@@ -74,7 +74,7 @@ BUGS = [
     # --- spec.py
     Bug("draw-forgets-position", "spec.py", "purpose, position])", "purpose, 0])", "test_spec.test_draws_are_functions_of_seed_position_and_purpose"),
     Bug("impossible-token-drawn", "spec.py", "support[min(at, len(support) - 1)]", "min(at, len(probs) - 1)", "test_spec.test_sample_is_the_inverse_of_the_cumulative_sum"),
-    Bug("best-token-dropped", "spec.py", "probs[order[before >= params.top_p]]", "probs[order[before + probs[order] >= params.top_p]]",
+    Bug("best-token-dropped", "spec.py", "order[before < params.top_p]", "order[before + probs[order] < params.top_p]",
         "test_spec.test_extremes"),
     Bug("top-k-one-too-many", "spec.py", "-params.top_k)[-params.top_k]", "-params.top_k)[-params.top_k - 1]",
         "test_spec.test_target_probs_against_the_naive_version", (0,)),
