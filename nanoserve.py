@@ -52,6 +52,9 @@ from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # until main(): Ctrl-C while torch loads is no reason for a traceback
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -469,6 +472,7 @@ class Engine:
         require(len(each) == len(prompts), f"{len(prompts)} prompts, but {len(each)} params: give one for all, or one each")
         requests = [self._make_request(prompt, one, request_id, self._num_requests + i)
                     for i, (prompt, one, request_id) in enumerate(zip(prompts, each, request_ids or [None] * len(prompts)))]
+        require(len({request.request_id for request in requests}) == len(requests), "two of the request_ids are the same")
         for request in requests:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
@@ -514,7 +518,7 @@ class Engine:
         if isinstance(prompt, str):
             context = self.model.config.context_length
             most = context * self.tokenizer.longest             # a longer text can't fit, and is not worth the time to encode it
-            require(len(prompt) <= most, f"the prompt has {len(prompt)} characters, and the context length of {context} tokens holds "
+            require(len(prompt) <= most, f"the prompt has {len(prompt)} characters, the context length of {context} tokens holds "
                     f"at most {most}: shorten it")
             return self.tokenizer.encode(prompt)
         require(isinstance(prompt, (list, tuple)) and all(is_a(Integral, token) for token in prompt),
@@ -780,8 +784,8 @@ class View:
         queue = "".join(f" {self.paint(self.letter(r))}" for r in itertools.islice(scheduler.waiting.values(), 30))
         return [f"step {stats.steps:4}   {stats.running} running, {stats.waiting} waiting, "
                 f"{sum(stats.finished.values())} finished, {stats.preemptions} preemptions",
-                f"busy     {bar(busy, 40)} {busy:4.0%}  a forward pass runs",
-                f"goodput  {bar(goodput, 40)} {goodput:4.0%}  tokens per paid position", "",
+                f"busy     {bar(busy, 30)} {busy:4.0%}  time in a pass, last 20 steps",
+                f"goodput  {bar(goodput, 30)} {goodput:4.0%}  tokens per position, last 20 steps", "",
                 f"KV pool: {stats.kv_used} of {config.num_blocks} blocks in use    * shared   ~ free, still findable   . free",
                 *("".join(symbols[i:i + per_line]) for i in range(0, len(symbols), per_line)), "",
                 f"batch: {sum(n for _, _, n, _ in self.engine.last_batch)} of {config.max_num_batched_tokens} tokens    "
@@ -826,15 +830,19 @@ class EngineThread(threading.Thread):
 
     def call(self, function, *arguments):
         """Have function(*arguments) called between two steps; wait for what it returns or raises."""
+        if not self.is_alive():
+            raise Refusal(503, "the engine has stopped")
         future = Future()
         self.calls.put((future, function, arguments))
         return future.result()
 
     def run(self):
-        """For ever: make all the calls that wait, then a step. So a call waits for one step at most."""
+        """For ever: the calls that wait now, then a step. A call waits for one step, and no number of calls stops the steps."""
         while True:
-            while not self.calls.empty() or not self.engine.has_unfinished():       # nothing to do: sleep until somebody calls
+            waiting = self.calls.qsize()
+            while waiting > 0 or not self.engine.has_unfinished():          # nothing to do: sleep until somebody calls
                 future, function, arguments = self.calls.get()
+                waiting -= 1
                 try:
                     future.set_result(function(*arguments))
                 except Exception as error:
@@ -861,9 +869,9 @@ class EngineThread(threading.Thread):
                 outputs.put(StepOutput(request.request_id, [], self.engine.tokenizer.decode(request.tokens)))
         return requests, outputs
 
-    def abort(self, request_ids=None):
-        """None: all who live. The dead do not mind."""
-        self.call(lambda: [self.engine.abort(i) for i in (list(self.engine.requests) if request_ids is None else request_ids)])
+    def abort(self, requests):
+        """Nobody waits for it, and the dead do not mind. `requests` is looked at then: engine.requests.values() is fine."""
+        self.calls.put((Future(), lambda: [self.engine.abort(request.request_id) for request in [*requests]], ()))
 
 
 # What a completion can be asked for besides SamplingParams; and OpenAI's parameters that are not here, with the values of theirs
@@ -884,9 +892,9 @@ def parse_completion(body, served):
     for name, kind, words in (("prompt", (str, list), "a string, token ids, or a list of these"), ("stream", bool, "true or false"),
                               ("echo", bool, "true or false"), ("user", str, "a string"), ("stream_options", dict, "an object")):
         require(isinstance(getattr(asked, name), kind), f"{name}={getattr(asked, name)!r:.99}: it must be {words}")
-    options = dict(asked.stream_options)
-    asked.usage = options.pop("include_usage", False)
-    require(isinstance(asked.usage, bool) and not options, "stream_options knows include_usage, true or false, and nothing else")
+    asked.usage = asked.stream_options.get("include_usage", False)
+    require(isinstance(asked.usage, bool) and asked.stream_options.keys() <= {"include_usage"},
+            "stream_options knows include_usage, true or false, and nothing else")
     require(asked.model in (None, served), f"model {asked.model!r:.99} is not served here, {served!r} is")
     require(is_a(int, asked.n) and 1 <= asked.n <= 128, f"n={asked.n!r:.99}: it must be an integer from 1 to 128")
     several = isinstance(asked.prompt, list) and not all(is_a(int, token) for token in asked.prompt)
@@ -973,8 +981,8 @@ class Handler(BaseHTTPRequestHandler):
         """From the body to the requests. Whatever happens on the way, they do not outlive this call."""
         worker, requests = self.server.worker, []
         prompts, params, asked = parse_completion(body, self.server.model)
-        require(len(prompts) * asked.n <= worker.max_queue, f"{len(prompts)} prompts, {asked.n} completions each: the queue has "
-                f"{worker.max_queue} places, ask for less at a time")
+        wanted = len(prompts) * asked.n
+        require(wanted <= worker.max_queue, f"{wanted} completions: the queue has {worker.max_queue} places, ask for less")
         # Encoded here and not in the engine's thread, where a long text would hold up the streams. Choice i is request i: n of
         # each prompt, in order. With one seed they would be n times the same.
         prompts = [tokens for prompt in prompts for tokens in [worker.engine.encode(prompt)] * asked.n]
@@ -985,15 +993,13 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(asked, requests, outputs)
         finally:
             self.server.active.discard(self)
-            worker.abort([request.request_id for request in requests])      # none is alive, unless the client is gone
+            worker.abort(requests)          # none is alive, unless the client is gone
 
     def answer(self, asked, requests, outputs):
         """Send what comes out of `outputs`: as it comes, or all in the end. A stream has begun with status 200 before anything can
         go wrong with it, so an error in it is an event."""
         head = {"id": f"cmpl-{requests[0].request_id}", "object": "text_completion", "created": int(time.time()),
-                "model": self.server.model}
-        if asked.usage:
-            head["usage"] = None                            # but for the last event
+                "model": self.server.model} | ({"usage": None} if asked.usage else {})      # null, but in the last event
         choices = {r.request_id: {"text": "", "index": i, "logprobs": None, "finish_reason": None} for i, r in enumerate(requests)}
         if asked.stream:
             self.start(200, "text/event-stream", {"Connection": "close"})       # the connection ends with the stream
@@ -1022,10 +1028,11 @@ class Handler(BaseHTTPRequestHandler):
     def next_output(self, outputs):
         """Wait for an output, and look every now and then if the client is still there. A socket that can be read, but has nothing
         to give, was closed by the other side. (A client that closes only its own half counts as gone, too.)"""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
+        poll, hung_up = select.poll(), getattr(select, "POLLRDHUP", 0)      # Linux sees it even behind bytes that wait to be read
+        poll.register(self.connection, select.POLLIN | hung_up)
         while True:
-            if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+            seen = dict(poll.poll(0)).get(self.connection.fileno(), 0)
+            if seen & hung_up or seen and not self.connection.recv(1, socket.MSG_PEEK) or not self.server.worker.is_alive():
                 raise ConnectionAbortedError
             with contextlib.suppress(queue.Empty):
                 return outputs.get(timeout=0.05)
@@ -1039,7 +1046,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, engine, host, port, max_queue):
         super().__init__((host, port), Handler)
         self.worker, self.active, self.started = EngineThread(engine, max_queue), set(), int(time.time())
-        self.model = Path(engine.config.model).name
+        self.model = Path(os.path.abspath(engine.config.model)).name
         self.worker.start()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -1055,7 +1062,7 @@ class Server(ThreadingHTTPServer):
             deadline = time.monotonic() + seconds
             while self.active and time.monotonic() < deadline:
                 time.sleep(0.02)
-            self.worker.abort()
+            self.worker.abort(self.worker.engine.requests.values())
 
 
 # ----------------------------------------------------------------------------------------------
@@ -1112,8 +1119,7 @@ def main_job(args):
             for r in script["requests"]]
     # A pool and a budget so small that sharing, chunking and a preemption really happen.
     engine = make_engine(args, num_blocks=48, max_num_seqs=6, max_num_batched_tokens=48, max_prefill_chunk=32)
-    if not args.json:
-        View(engine, args.delay)
+    args.json or View(engine, args.delay)
     requests = play(engine, jobs)
     if args.json:
         print(json.dumps({"requests": [vars(r.completion) for r in requests], "stats": engine.stats.as_dict()}))
@@ -1176,25 +1182,23 @@ def generate(args):
 
 def serve(args):
     """Serve OpenAI's API until Ctrl-C or SIGTERM."""
-    require(0 <= args.port < 65536, f"port={args.port}: it must be from 0 to 65535; 0 takes a free one")
     require(args.max_queue >= 1, f"max-queue={args.max_queue}: it must be at least 1")
     require(0 <= args.grace <= 3600, f"grace={args.grace}: it must be a number of seconds from 0 to 3600")
-    engine, asked_to_stop = make_engine(args), threading.Event()
+    engine, signals = make_engine(args), queue.SimpleQueue()        # a queue, since an Event can't be set while it is waited for
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, lambda *_: asked_to_stop.set())
+        signal.signal(signal_number, lambda *_: signals.put("stop"))
     server = Server(engine, args.host, args.port, args.max_queue)
     print(f"Serving {server.model} at http://{args.host}:{server.server_port}/v1/completions; Ctrl-C ends it", flush=True)
-    if sys.stdout.isatty():
-        View(engine, every=0.1)
-    asked_to_stop.wait()
+    sys.stdout.isatty() and View(engine, every=0.1)
+    signals.get()
     server.stop(args.grace)
 
 
 def lab(args):
     """Run an experiment of walkthrough.md, or all of them, or FILE.md#NAME."""
+    require(not given(args, EngineConfig), f"{', '.join(given(args, EngineConfig))}: an experiment sets up its engines itself")
     results = tool("labs").run_labs(args.name, args.gpu, args.recorder, quiet=args.json)
-    if args.json:
-        print(json.dumps(results))
+    args.json and print(json.dumps(results, default=float))
 
 
 def bench(args):
@@ -1229,7 +1233,7 @@ def build_parser():
                                      "budget of 48 tokens and chunks of 32.")
     parser.add_argument("--delay", type=float, default=0.06, help="seconds between the steps of the live view (default: 0.06)")
     parser.set_defaults(run=main_job)
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(run, help):
         sub = commands.add_parser(run.__name__, parents=[common], help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -1255,21 +1259,24 @@ def build_parser():
 def main(argv=None):
     """-> the exit status: 0, also if the reader of our output left; 2 after a user's mistake, said in one sentence on standard
     error; 130 after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     args = build_parser().parse_args(argv)
-    args.json, args.recorder = hasattr(args, "json"), tool("labs").Trace() if hasattr(args, "trace") else None
+    args.json, args.recorder = hasattr(args, "json"), None
     sys.stdout = sys.stdout or open(os.devnull, "w")    # None if it was closed
     sys.stdout.reconfigure(errors="replace")            # a terminal that can't show a character is no reason to stop
     try:
+        args.recorder = tool("labs").Trace(args.trace) if hasattr(args, "trace") else None
         args.run(args)
         sys.stdout.flush()
-        args.recorder and args.recorder.save(args.trace)
     except BrokenPipeError:                             # the reader of our pipe has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:           # OverflowError: a port beyond all ports
         print(f"nanoserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        args.recorder and args.recorder.save()
     return 0
 
 

@@ -97,7 +97,7 @@ class Checked:
         for f in fields(self):
             value = getattr(self, f.name)
             ok = (value is None and f.default is None) or f.metadata["ok"](value)
-            require(ok, f"{f.name}={value!r}: it must be {f.metadata['remedy']}")
+            require(ok, f"{f.name}={value!r:.99}: it must be {f.metadata['remedy']}")
 
     @classmethod
     def help(cls):

@@ -353,6 +353,8 @@ def print_model(name, result):
 
 def run_bench(quiet=False, fields=None, models=MODELS):
     """fields: of EngineConfig; the model, the pool and the prefix cache are the benchmark's own."""
+    own = {"model", "num_blocks"} & (fields or {}).keys()
+    nanoserve.require(not own, f"{', '.join(sorted(own))}: the benchmark's own, it can't be set")
     results, threads = {}, torch.get_num_threads()
     for model, sizes in models.items():
         results[model] = measure(sizes, {**(fields or {}), "model": model, "num_blocks": 1024, "enable_prefix_caching": False})

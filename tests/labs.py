@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,8 +89,10 @@ def run(jobs, gpu="h100", probe=None, recorder=None, **fields):
                            probed=probed, wall=time.perf_counter() - started)
 
 
+@functools.cache
 def this_machine():
-    """(FLOP/s, bytes/s) of the machine at hand: a product of two matrices, a sum over more memory than a cache holds."""
+    """(FLOP/s, bytes/s) of the machine at hand: a product of two matrices, a sum over more memory than a cache holds. Measured
+    once, so that all runs go by the same clock."""
     a, b = torch.ones(1024, 1024), torch.ones(2**26)
     times = {}
     for function, work in ((lambda: a @ a, 2 * 1024**3), (b.sum, b.nbytes)):
@@ -101,23 +104,40 @@ def this_machine():
     return tuple(times.values())
 
 
+def number(value):
+    """In at most seven characters. None is a figure that there was nothing to measure for.
+
+    >>> [number(value) for value in (None, 512, 18240.4, 0.21875, 0.0019640001)]
+    ['-', '512', '18,240', '0.2188', '0.002']
+    """
+    if value is None:
+        return "-"
+    text = f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+    return text if len(text) <= 7 else f"{value:.3f}"
+
+
 SECONDS_HERE = "seconds on this machine"       # the one line of a lab that is not the same everywhere
 
 
 def compare(runs, figures, out=print):
     """Print figures of runs side by side, each with a bar, whether all gave the same tokens to the same prompts, and the time
-    on both clocks. runs: label -> run; figures: label -> name of a stat, or function of a run. -> {figure: {label: value}}."""
+    on both clocks. runs: label -> run; figures: label -> name of a stat, or function of a run, None if there is nothing to measure. -> {figure: {label: value}}."""
     table = {label: {name: getattr(r.stats, figure) if isinstance(figure, str) else figure(r) for name, r in runs.items()}
              for label, figure in (figures | {"ms, roofline clock": lambda r: r.stats.seconds * 1e3}).items()}
     width = 50 // len(runs)
     out((" " * 28 + "".join(f"{name:{width}}" for name in runs)).rstrip())
     for label, row in table.items():
-        most = max(row.values()) or 1
-        bars = [bar(value / most, width - 10) if width > 13 else "" for value in row.values()]
-        out((f"{label:28}" + "".join(f"{value:<7.4g} {b}".ljust(width) for value, b in zip(row.values(), bars))).rstrip())
-    said = [(r.completion.prompt_token_ids, r.completion.token_ids) for a in runs.values() for r in a.requests.values()]
-    same = all(a == b for prompt, a in said for other, b in said if prompt == other)
-    out(f"same tokens: {'yes' if same else 'NO'}")
+        most = max((value for value in row.values() if value is not None), default=0) or 1
+        cells = [f"{number(value):7} {bar((value or 0) / most, width - 10) if width > 13 else ''}" for value in row.values()]
+        out((f"{label:28}" + "".join(f"{cell:{width}}" for cell in cells)).rstrip())
+    # Jobs are compared where another run has the one of that name with the same prompt.
+    said = {}
+    for name, a in runs.items():
+        for r in a.requests.values():
+            said.setdefault((r.request_id, *r.completion.prompt_token_ids), {})[name] = r.completion.token_ids
+    same = all(len(set(map(tuple, tokens.values()))) == 1 for tokens in said.values())
+    alone = runs.keys() - {name for tokens in said.values() if len(tokens) > 1 for name in tokens}
+    out(f"same tokens: {'yes' if same else 'NO'}" + f" (but other prompts: {', '.join(sorted(alone))})" * bool(alone))
     out((f"{SECONDS_HERE:28}" + "".join(f"{r.wall:<{width}.2f}" for r in runs.values())).rstrip())
     return table | {"same tokens": same}
 
@@ -130,7 +150,8 @@ class Trace:
     """The schedule, step by step, for ui.perfetto.dev or chrome://tracing: a row per request with what each step computed of it,
     marks where it was admitted, preempted and finished, and curves of the pool, the queue and goodput."""
 
-    def __init__(self):
+    def __init__(self, path):
+        self.file = open(path, "w", encoding="utf-8")       # now: a path that can't be written is said before the work is done
         self.events, self.num_engines = [], 0
 
     def attach(self, engine):
@@ -138,8 +159,9 @@ class Trace:
         self.num_engines += 1
         engine.watchers.append(functools.partial(self.step, engine, self.num_engines))
 
-    def save(self, path):
-        Path(path).write_text(json.dumps({"traceEvents": self.events}), "utf-8")
+    def save(self):
+        with self.file as file:
+            json.dump({"traceEvents": self.events}, file)
 
     def step(self, engine, pid, outputs):
         start, end = engine.last_step
@@ -165,7 +187,10 @@ class Trace:
 def find_labs(path):
     """name -> source of the fenced blocks that begin with ```python lab=NAME."""
     require(path.is_file(), f"there is no file {path}")
-    return dict(re.findall(r"^```python lab=([\w-]+)\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S))
+    found = re.findall(r"^```python lab=([\w-]+) *\n(.*?)^``` *$", path.read_text("utf-8"), re.M | re.S)
+    require(found, f"{path.name} has no lab: a lab is a block that begins with ```python lab=NAME")
+    require(len(dict(found)) == len(found), f"{path.name} has two labs of one name: {', '.join(name for name, _ in found)}")
+    return dict(found)
 
 
 WALKTHROUGH = Path(__file__).parent.parent / "walkthrough.md"
@@ -174,16 +199,29 @@ WALKTHROUGH = Path(__file__).parent.parent / "walkthrough.md"
 def run_labs(name, gpu="h100", recorder=None, quiet=False, out=print):
     """NAME of walkthrough.md, FILE.md#NAME, or all. -> {name: what its compare() calls returned}."""
     require(gpu in (*Roofline.GPUS, "this"), f"gpu={gpu!r}: it must be one of {', '.join(Roofline.GPUS)}, this")
+    require("#" in name or not name.endswith(".md"), f"{name} is a file: say {name}#NAME, or {name}#all")
     file, _, name = name.rpartition("#")
     path, results = Path(file or WALKTHROUGH), {}
     blocks, out = find_labs(path), (lambda *_: None) if quiet else out
     require(name in (*blocks, "all"), f"{path.name} has no lab {name!r}: it has {', '.join(blocks)}, or say all")
+    if gpu == "this":
+        out("This machine: {:,.0f} GFLOP/s, {:,.1f} GB/s.\n".format(*(rate / 1e9 for rate in this_machine())))
     for name in blocks if name == "all" else [name]:
-        comments = [line[2:] for line in blocks[name].splitlines() if line.startswith("# ")]
-        out(f"=== {name}: {comments[0]}\n")
-        tables = results[name] = []
-        exec(compile(blocks[name], f"{path.name}#{name}", "exec"), {
-            **vars(nanoserve), **globals(), "print": out, "run": functools.partial(run, gpu=gpu, recorder=recorder),
-            "compare": lambda runs, figures: tables.append(compare(runs, figures, out))})
-        out("\n" + "\n".join(comments[1:]) + "\n")
+        claim, *rest = [line[2:] for line in blocks[name].splitlines() if line.startswith("# ")] or [""]
+        out(f"=== {name}: {claim}\n")
+        results[name] = []
+
+        def compare_and_keep(runs, figures, tables=results[name]):
+            tables.append(compare(runs, figures, out))
+            return tables[-1]
+
+        try:
+            exec(compile(blocks[name], f"{path.name}#{name}", "exec"), {
+                **vars(nanoserve), **globals(), "print": out, "run": functools.partial(run, gpu=gpu, recorder=recorder),
+                "compare": compare_and_keep})
+        except Exception as error:              # the block is a reader's own: their mistake is one sentence, like any other
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{path.name}#{name}"]
+            where = f", line {getattr(error, 'lineno', None) or (lines or [0])[-1]} of the block"
+            raise ValueError(f"{path.name}#{name}{where}: {type(error).__name__}: {error}") from None
+        out("\n" + "\n".join(rest) + "\n")
     return results

@@ -109,7 +109,7 @@ BUGS = [
     Bug("nan-sampled", "nanoserve.py", "finite = np.isfinite(logits).all(axis=1)", "finite = np.ones(len(logits), bool)", "test_engine.test_nan_logits_end_that_request_only"),
     Bug("abort-without-output", "nanoserve.py", '        self._emit(request, [], "", "abort")\n', '        self.scheduler.finish(self.requests.pop(request_id))\n',
         "test_engine.test_abort_in_each_state"),
-    Bug("dead-client-served", "nanoserve.py", "            worker.abort([request.request_id for request in requests])", "            pass",
+    Bug("dead-client-served", "nanoserve.py", "            worker.abort(requests)", "            pass",
         "test_serve.test_client_gone_with_many_completions"),
     Bug("queue-without-end", "nanoserve.py", "        if len(prompts) > room:\n", "        if False:\n", "test_serve.test_queue_full"),
     Bug("stop-cuts-off", "nanoserve.py", "for seconds in (grace, 1.0):", "for seconds in (0, 1.0):",
@@ -128,6 +128,9 @@ def plant(bug, text):
 if __name__ == "__main__":
     root = Path(__file__).resolve().parent.parent
     chosen = [bug for bug in BUGS if bug.name in sys.argv[1:]]
+    unknown = set(sys.argv[1:]) - {bug.name for bug in chosen}
+    if unknown:
+        sys.exit(f"no bug is called {', '.join(sorted(unknown))}; without a name, this lists them")
     for bug in chosen:
         (root / bug.file).write_text(plant(bug, (root / bug.file).read_text("utf-8")), "utf-8")
         print(f"planted {bug.name} in {bug.file}")

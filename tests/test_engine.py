@@ -543,3 +543,42 @@ def test_times_on_a_clock_of_our_own():
     stats = engine.stats
     assert stats.ttft.sum == 2 + 8 and stats.queue_time.sum == 0 + 6 and stats.itl.sum == 4 * 2 and stats.e2e.sum == 6 + 12
     assert stats.busy == 1.0 and stats.model_seconds == 12.0
+
+
+def test_fail_ends_a_step_and_nothing_else():
+    """Those who ran end with an error; who waited goes on, unless nobody ran: then the fault is theirs."""
+    engine = GhostEngine(max_num_seqs=1, num_blocks=64)
+    ids = engine.add_requests([[1], [2]], greedy(3))
+    engine.step()
+    outputs = engine.fail(RuntimeError("broken"))
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [(ids[0], "error")] and "broken" in outputs[0].error
+    engine.check()
+    assert [(o.request_id, o.finish_reason) for o in engine.fail(ValueError("again"))] == [(ids[1], "error")]
+    assert not engine.has_unfinished() and engine.pool.num_used == 0
+
+
+def test_a_watcher_that_raises_loses_no_output():
+    """It is called before the outputs are handed out, and they are handed out by the next step."""
+    engine = GhostEngine(num_blocks=64)
+    engine.add_request([1], greedy(3))
+
+    def angry(outputs):
+        engine.watchers.clear()
+        raise RuntimeError("no")
+
+    engine.watchers.append(angry)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    tokens = []
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tokens == ghost_text([1], 3)
+
+
+def test_ids_of_one_call_must_differ():
+    """Two requests of one name, given at once: one of them would never end."""
+    engine = GhostEngine(num_blocks=64)
+    for ids in (["x", "x"], ["request-1", None]):
+        with pytest.raises(ValueError, match="the same"):
+            engine.add_requests([[1], [2]], greedy(3), ids)
+    assert not engine.has_unfinished()

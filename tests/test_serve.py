@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import socket
 import struct
@@ -100,7 +101,8 @@ def raw(server, data, end=True):
         with contextlib.suppress(ConnectionError):      # a reset, if the server left without reading all of it
             sock.sendall(data)
             if end:
-                sock.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):      # the server may have left before
+                    sock.shutdown(socket.SHUT_WR)
             while chunk := sock.recv(65536):
                 answer += chunk
         return answer
@@ -876,6 +878,94 @@ def test_stop_without_grace():
     wait_until(lambda: idle(server), "the pool is whole")
 
 
+def test_nobody_is_accepted_while_it_stops():
+    """A connection that was there before can still ask; it is told to go elsewhere, and does not prolong the end."""
+    server = Server(Engine(dtype="float64"), "127.0.0.1", 0, 16)
+    slow(server, 0.01)
+    open_connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=LIMIT)
+    assert ask(server, "GET", "/health", connection=open_connection)[0] == 200
+    with connected(server) as sock:
+        sock.sendall(request_bytes(LONG, Connection="close"))
+        wait_until(lambda: look(server, lambda engine: len(engine.requests)) == 1, "one is served")
+        stopping = threading.Thread(target=server.stop, args=(LIMIT,))
+        stopping.start()
+        wait_until(lambda: server.worker.stopping, "it stops")
+        assert_error(ask(server, "POST", "/v1/completions", {"prompt": "The"}, connection=open_connection), 503, "stopping")
+        sock.close()
+        stopping.join(LIMIT)
+    open_connection.close()
+    assert not stopping.is_alive()
+
+
+def test_a_step_without_end_does_not_stop_the_stop():
+    """A hung device: SIGTERM's grace is kept all the same."""
+    server = Server(Engine(dtype="float64"), "127.0.0.1", 0, 16)
+    slow(server, 6)
+    with connected(server) as sock:
+        sock.sendall(request_bytes(LONG))
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.stop(0.1)
+        assert time.monotonic() - began < 4
+
+
+def test_many_callers_do_not_stop_the_steps():
+    """Dozens of monitors that ask for /metrics without a pause must not keep the engine from its steps."""
+    with serving() as server:
+        over = threading.Event()
+
+        def monitor():
+            while not over.is_set():
+                with contextlib.suppress(Exception):
+                    server.worker.call(lambda: time.sleep(0.001))
+
+        threads = [threading.Thread(target=monitor, daemon=True) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        try:
+            assert complete(server, prompt="The", max_tokens=5)["usage"]["completion_tokens"] == 5
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(LIMIT)
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="only Linux tells of a hang-up behind unread bytes")
+def test_client_gone_behind_more_bytes(one_seat):
+    """A client that has sent its next request already, and leaves, is gone as well."""
+    with connected(one_seat) as sock:
+        sock.sendall(request_bytes(LONG))
+        wait_until(lambda: look(one_seat, lambda engine: len(engine.requests)) == 1, "it is served")
+        sock.sendall(request_bytes(LONG))
+    wait_until(lambda: idle(one_seat), "the first request is aborted, and the second never begins")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_thread_that_died():
+    """Nobody waits for ever for an engine that is no more: 503, also at /health; and the server can be stopped."""
+    server = Server(Engine(dtype="float64"), "127.0.0.1", 0, 16)
+    server.worker.engine.step = server.worker.engine.fail = None                # calling them raises
+    with connected(server) as sock:
+        sock.sendall(request_bytes(LONG))
+        assert sock.recv(100) == b""
+    wait_until(lambda: not server.worker.is_alive(), "the thread is dead")
+    assert ask(server, "GET", "/health")[0] == 503
+    assert_error(post(server, {"prompt": "The"}), 503, "stopped")
+    server.stop(0)
+
+
+def test_a_watcher_that_fails():
+    """A view whose terminal is gone ends a request at most, and looks no more."""
+    with serving() as server:
+        def gone(outputs):
+            raise OSError("no terminal")
+
+        look(server, lambda engine: engine.watchers.append(gone))
+        assert_error(post(server, {"prompt": "The"}), 500, "no terminal")
+        assert_alive(server)
+        assert look(server, lambda engine: engine.watchers) == []
+
+
 @pytest.fixture(scope="module")
 def processes():
     """python nanoserve.py serve, once for each test that ends one. They take their time to import torch, so they do it together.
@@ -922,7 +1012,7 @@ def test_signal_without_grace(processes):
                 data += chunk
     assert (process.returncode, out, err) == (0, b"", b"")
     assert time.monotonic() - began < 10
-    assert b'"length"' not in data
+    assert b'"length"' not in data and data.count(b"stopping") == 16 and data.endswith(b"[DONE]\n\n")
 
 
 @pytest.fixture
