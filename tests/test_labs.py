@@ -102,6 +102,49 @@ def test_labs_that_are_not_there(arguments, words):
     assert (code, out) == (2, "") and words in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("block, words", [
+    ("x = (", "line 1 of the block: SyntaxError"), ("# A claim.\n\n1 / 0", "line 3 of the block: ZeroDivisionError"),
+    ("run([job('a', max_tokens=1)], num_blokcs=3)", "num_blokcs"), ("run([job('a', max_tokns=1)])", "max_tokns"),
+    ("compare({'a': run([job('a', max_tokens=1)])}, {'b': 'stepz'})", "stepz")])
+def test_a_mistake_in_ones_own_lab(tmp_path, block, words):
+    """The reader's mistake, in one sentence that says where; not our traceback."""
+    (tmp_path / "mine.md").write_text(f"```python lab=a\n{block}\n```\n", "utf-8")
+    code, _, err = run_here("lab", f"{tmp_path / 'mine.md'}#a")
+    assert code == 2 and words in err and err.startswith("nanoserve: mine.md#a, line ") and "Traceback" not in err
+
+
+def test_what_compare_gives_back(tmp_path):
+    """A lab can go on with the numbers; whatever kind of number they are, they become JSON. None is nothing to measure."""
+    (tmp_path / "mine.md").write_text("""```python lab=a
+table = compare({"one": run([job("a", max_tokens=2)])}, {"n": lambda r: np.int64(7), "nothing": lambda r: None})
+print("seven is", table["n"]["one"])
+```
+""", "utf-8")
+    code, out, err = run_here("lab", f"{tmp_path / 'mine.md'}#a")
+    assert (code, err) == (0, "") and "seven is 7" in out and re.search(r"^nothing +- ", out, re.M)
+    assert json.loads(run_here("lab", f"{tmp_path / 'mine.md'}#a", "--json")[1])["a"][0]["n"] == {"one": 7}
+
+
+def test_other_prompts_are_no_proof():
+    """Runs whose prompts differ can't show that the tokens are the same, and it is said."""
+    said = []
+    assert compare({"a": run([job("The cat", max_tokens=3)]), "b": run([job("The owl", max_tokens=3)])}, {}, said.append)["same tokens"]
+    assert any("other prompts: a, b" in line for line in said)
+
+
+@pytest.mark.parametrize("flag", [["--num-blocks", "5"], ["--seed", "4"]])
+def test_flags_that_a_lab_does_not_take(flag):
+    """They would be ignored in silence."""
+    code, out, err = run_here("lab", "prefix", *flag)
+    assert (code, out) == (2, "") and "sets up its engines itself" in err
+
+
+def test_a_trace_that_can_not_be_written(tmp_path):
+    """Said before the work is done, not after."""
+    code, out, err = run_here("--trace", str(tmp_path))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+
+
 # ----------------------------------------------------------------------------------------------
 # the trace
 
