@@ -140,15 +140,15 @@ def load_weights(folder):
     """Read config.json and model.safetensors of a GPT-2 folder -> Weights. The output head is the embedding (tied)."""
     folder = Path(folder)
     require(folder.is_dir(), f"{str(folder)!r}: no such folder; a model is 'tiny', 'gpt2' or a folder with GPT-2's files")
-    config = ModelConfig.load(folder / "config.json")
-    path = folder / "model.safetensors"
+    config, path = ModelConfig.load(folder / "config.json"), folder / "model.safetensors"
     with reading(path):
         found = {name.removeprefix("transformer."): tensor for name, tensor in read_safetensors(path).items()}
         for name, shape in config.shapes().items():
             require(name in found, f"tensor {name} is missing")
-            tensor = found[name]
-            require(not isinstance(tensor, str), f"tensor {name} has type {tensor}, supported are {', '.join(DTYPES)}")
-            require(tensor.shape == shape, f"tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+            kind = found[name] if isinstance(found[name], str) else None        # a type that torch has no use for here
+            require(not kind, f"tensor {name} has type {kind}, supported are {', '.join(DTYPES)}")
+            actual = list(found[name].shape)
+            require(actual == list(shape), f"tensor {name}: expected shape {list(shape)}, found {actual}")
     return Weights(config, {name: found[name] for name in config.shapes()})
 
 
@@ -891,7 +891,7 @@ def parse_completion(body, served):
     asked = SimpleNamespace(**{name: body.pop(name, default) for name, default in ASKED.items()})
     for name, kind, words in (("prompt", (str, list), "a string, token ids, or a list of these"), ("stream", bool, "true or false"),
                               ("echo", bool, "true or false"), ("user", str, "a string"), ("stream_options", dict, "an object")):
-        require(isinstance(getattr(asked, name), kind), f"{name}={getattr(asked, name)!r:.99}: it must be {words}")
+        require(isinstance(getattr(asked, name), kind), f"{name} must be {words}")
     asked.usage = asked.stream_options.get("include_usage", False)
     require(isinstance(asked.usage, bool) and asked.stream_options.keys() <= {"include_usage"},
             "stream_options knows include_usage, true or false, and nothing else")

@@ -288,6 +288,17 @@ DRAFTS = {"good": [[0.45, 0.35, 0.15, 0.05], [0.1, 0.2, 0.6, 0.1], [0.3, 0.2, 0.
           "adversarial": [[1e-9, 0.2, 0.1, 0.7], [0.7, 0.1, 0.1, 0.1], [0.97, 0.01, 0.01, 0.01], [0.01, 0.01, 0.97, 0.01]]}
 
 
+def test_a_guess_is_judged_by_the_distribution_it_came_from():
+    """Row i of draft_probs belongs to guess i, which stands on guess i - 1. Another row would accept too much or too little."""
+    model, table = Markov(DRAFTS["good"]), DRAFTS["good"]
+    drafter = ModelDrafter(model, lambda sequences: model.forward(Batch.build(sequences, 4), None).numpy(), V)
+    for seed in range(20):
+        request = SimpleNamespace(tokens=[seed % V], drafts=[0] * 4, block_table=[0, 1], params=SamplingParams(), seed=seed)
+        drafter.fill([request])
+        for last, probs in zip([seed % V, *request.drafts], request.draft_probs):
+            assert_close(probs, table[last], 1e-6, "logits in float32, numbers up to 1")
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 3)])
 def test_the_distribution_of_whole_runs(draft, temperature, top_k):
