@@ -186,6 +186,15 @@ def test_what_the_documents_quote_is_true(name):
     assert text.splitlines() == fixed
 
 
+@pytest.mark.parametrize("name", docs.FILES)
+def test_nothing_is_quoted_in_another_form(name):
+    """A link to a line, an excerpt or an output that is written a little differently would not be kept, and nobody would know."""
+    text = (ROOT / name).read_text("utf-8")
+    assert len(re.findall(r"#L\d", text)) == len(re.findall(r"\[`[\w.]+`\]\([\w./]+#L\d+\)", text))
+    assert len(re.findall(r"^\s*```.*\bfrom=", text, re.M)) == len(re.findall(r"^```\w+ from=[\w./]+#[\w.]+$", text, re.M))
+    assert len(re.findall(r"^\s*```.*\blab=\w", text, re.M)) == len(re.findall(r"^```(?:python|text) lab=[\w-]+$", text, re.M))
+
+
 def test_every_lab_is_there_and_says_what_it_shows():
     """The eight experiments, each with the effect that its chapter claims, in the direction it claims. The quoted outputs are
     true by the test above, so they are read here, and not run again."""

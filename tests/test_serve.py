@@ -933,11 +933,13 @@ def test_many_callers_do_not_stop_the_steps():
 @pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="only Linux tells of a hang-up behind unread bytes")
 def test_client_gone_behind_more_bytes(one_seat):
     """A client that has sent its next request already, and leaves, is gone as well."""
+    ended = look(one_seat, lambda engine: dict(engine.stats.finished))
     with connected(one_seat) as sock:
         sock.sendall(request_bytes(LONG))
         wait_until(lambda: look(one_seat, lambda engine: len(engine.requests)) == 1, "it is served")
         sock.sendall(request_bytes(LONG))
     wait_until(lambda: idle(one_seat), "the first request is aborted, and the second never begins")
+    assert look(one_seat, lambda engine: dict(engine.stats.finished)) == ended | {"abort": ended["abort"] + 1}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
