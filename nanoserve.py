@@ -1147,7 +1147,7 @@ def print_summary(engine, requests):
     print(f"\n{stats.steps} steps in {stats.seconds:.2f} s delivered {stats.delivered_tokens} tokens: "
           f"{stats.delivered_tokens / stats.seconds:,.0f} tokens/s")
     for name in ("busy", "occupancy", "budget_fill", "goodput"):
-        print(f"{name.replace('_', ' '):11} {getattr(stats, name):5.0%}   {getattr(Stats, name).__doc__.partition('.')[0]}")
+        print(f"{name.replace('_', ' '):11} {getattr(stats, name):5.0%}   {getattr(Stats, name).__doc__.partition('.')[0].lower()}")
     print(f"KV peak     {stats.kv_peak / engine.config.num_blocks:5.0%}   of {engine.config.num_blocks} blocks were in use at once")
     cached, prompts = stats.cached_tokens, stats.cached_tokens + stats.prefill_tokens
     print(f"prefix hits {cached / prompts:5.0%}   of the prompt tokens were in the cache: {cached} of {prompts}")
