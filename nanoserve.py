@@ -492,8 +492,8 @@ class Engine:
         require(tokens, "the prompt is empty: it must have at least one token")
         require(len(tokens) < context, f"the prompt has {len(tokens)} tokens, but the context length is {context} and one token "
                 f"must be left to generate: shorten it to {context - 1}")
-        for token in tokens:
-            require(0 <= token < vocabulary, f"token id {token} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
+        unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        require(unknown is None, f"token id {unknown} is not in the vocabulary: ids are 0 to {vocabulary - 1}")
         max_len = min(len(tokens) + params.max_tokens, context)
         slots = self.pool.num_blocks * self.pool.block_size
         require(max_len <= slots, f"prompt and max_tokens come to {max_len} tokens, but the KV pool holds {slots} "
@@ -556,7 +556,7 @@ class Engine:
         started = self.clock()
 
         # 1) Who computes what. The scheduler takes the blocks, and may preempt and admit. A stream may ask for guesses.
-        self._ask_for_guesses()
+        self.config.drafter and self._ask_for_guesses()
         asked = self.clock()
         scheduled = self.scheduler.schedule()
         self.last_batch = [(request, request.num_computed_tokens, n, len(request.drafts)) for request, n in scheduled]

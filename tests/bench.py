@@ -41,14 +41,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 import nanoserve
 from kvcache import KERNEL_BLOCK_SIZE, Batch, KVCache
-from nanoserve import Engine, SamplingParams, pack
-from labs import Roofline
+from common import greedy
+from labs import Roofline, step_of
+from nanoserve import Engine, pack
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,6 @@ class Sizes:
 
 
 MODELS = {"tiny": Sizes(every=2), "gpt2": Sizes()}
-
-
-def greedy(max_tokens):
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
 def long_tailed(r, median, low=16, high=256):
@@ -144,7 +140,7 @@ def record_steps(engine):
     steps, forward = [], engine.model.forward
 
     def recorded(batch, cache):
-        steps.append((np.diff(batch.query_start).tolist(), batch.context_len.tolist(), len(batch.logit_rows)))
+        steps.append(step_of(batch))
         return forward(batch, cache)
 
     engine.model.forward = recorded

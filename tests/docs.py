@@ -9,8 +9,10 @@ Without --fix it says which of the two is out of date. Four things are kept:
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,8 +26,16 @@ def count_code(path):
     text = path.read_text("utf-8")
     if path.suffix == ".cu":
         return sum(line.strip() != "" and not line.strip().startswith("//") for line in text.splitlines())
-    from test_docs import code_lines
-    return code_lines(text)
+    lines, previous = set(), tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
+            previous = previous if token.type in (tokenize.COMMENT, tokenize.NL) else token.type
+            continue
+        docstring = token.type == tokenize.STRING and previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if not docstring:
+            lines.update(range(token.start[0], token.end[0] + 1))
+        previous = token.type
+    return len(lines)
 
 
 @lru_cache(maxsize=None)
@@ -58,9 +68,8 @@ def excerpt(file, name, quoted):
     return "".join(f"{line}\n" for line in lines[found[0]:found[0] + len(wanted)])
 
 
-@lru_cache(maxsize=None)
-def lab_output(name, source):
-    """What a lab prints; source, its block, is what the answer is remembered by."""
+def lab_output(name):
+    """What a lab prints."""
     import labs
     printed = []
     labs.run_labs(name, out=lambda *words: printed.extend(" ".join(map(str, words)).split("\n")))
@@ -70,11 +79,10 @@ def lab_output(name, source):
 
 def fixed(text):
     """The text of a document with all that it quotes brought up to date."""
-    blocks = dict(re.findall(r"^```python lab=([\w-]+)\n(.*?)^```$", text, re.M | re.S))
     text = re.sub(r"(\[`([\w.]+)`\]\()([\w./]+)#L\d+", lambda m: f"{m[1]}{m[3]}#L{definition(m[3], m[2])[0]}", text)
     text = re.sub(r"(^```\w+ from=([\w./]+)#([\w.]+)\n)(.*?)(^```$)", lambda m: m[1] + excerpt(m[2], m[3], m[4]) + m[5], text,
                   flags=re.M | re.S)
-    text = re.sub(r"(^```text lab=([\w-]+)\n).*?(^```$)", lambda m: m[1] + lab_output(m[2], blocks[m[2]]) + m[3], text,
+    text = re.sub(r"(^```text lab=([\w-]+)\n).*?(^```$)", lambda m: m[1] + lab_output(m[2]) + m[3], text,
                   flags=re.M | re.S)
     return re.sub(r"(\| \[([\w./]+)\]\(\2\) \| )\d+", lambda m: f"{m[1]}{count_code(ROOT / m[2])}", text)
 

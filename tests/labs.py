@@ -1,5 +1,5 @@
 """Experiments: the same jobs served under several configs, side by side. `python nanoserve.py lab NAME` runs those of
-walkthrough.md; your own begin with `from labs import job, run, compare`.
+walkthrough.md; your own begin with `from nanoserve import job, run, compare`.
 
 Two clocks. Seconds on this machine, and the roofline clock of a GPU named by its datasheet, which nothing disturbs.
 """
@@ -50,6 +50,11 @@ class Roofline:
         return max(self.bounds(counts, contexts, num_logits))
 
 
+def step_of(batch):
+    """A step as Roofline takes it: (counts, contexts, num_logits)."""
+    return np.diff(batch.query_start).tolist(), batch.context_len.tolist(), len(batch.logit_rows)
+
+
 def job(prompt, at=0, name=None, **params):
     """(step before which it arrives, prompt, SamplingParams, name); greedy and of exactly max_tokens, unless params differ."""
     return at, prompt, SamplingParams(**{"temperature": 0, "ignore_eos": True} | params), name
@@ -62,7 +67,7 @@ def on_roofline(engine, *rooflines):
     engine.clock = lambda: now[0]
     for model, roofline, passes in zip([engine.model, *draft], rooflines, bounds):
         def timed(batch, cache, forward=model.forward, roofline=roofline, passes=passes):
-            passes.append(roofline.bounds(np.diff(batch.query_start).tolist(), batch.context_len.tolist(), len(batch.logit_rows)))
+            passes.append(roofline.bounds(*step_of(batch)))
             now[0] += max(passes[-1])
             return forward(batch, cache)
         model.forward = timed
@@ -91,17 +96,10 @@ def run(jobs, gpu="h100", probe=None, recorder=None, **fields):
 
 @functools.cache
 def this_machine():
-    """(FLOP/s, bytes/s) of the machine at hand: a product of two matrices, a sum over more memory than a cache holds. Measured
-    once, so that all runs go by the same clock."""
-    a, b = torch.ones(1024, 1024), torch.ones(2**26)
-    times = {}
-    for function, work in ((lambda: a @ a, 2 * 1024**3), (b.sum, b.nbytes)):
-        function()
-        started = time.perf_counter()
-        for _ in range(3):
-            function()
-        times[work] = 3 * work / (time.perf_counter() - started)
-    return tuple(times.values())
+    """(FLOP/s, bytes/s) of the machine at hand, as the benchmark measures them; once, so that all runs go by the same clock."""
+    from bench import measure_peak          # bench takes Roofline from here
+    bandwidth, _, peak = measure_peak(torch.device("cpu"), torch.float32, 2**28)
+    return peak, bandwidth
 
 
 def number(value):
@@ -121,7 +119,8 @@ SECONDS_HERE = "seconds on this machine"       # the one line of a lab that is n
 
 def compare(runs, figures, out=print):
     """Print figures of runs side by side, each with a bar, whether all gave the same tokens to the same prompts, and the time
-    on both clocks. runs: label -> run; figures: label -> name of a stat, or function of a run, None if there is nothing to measure. -> {figure: {label: value}}."""
+    on both clocks. runs: label -> run; figures: label -> name of a stat, or function of a run, None if there is nothing to
+    measure. -> {figure: {label: value}}."""
     table = {label: {name: getattr(r.stats, figure) if isinstance(figure, str) else figure(r) for name, r in runs.items()}
              for label, figure in (figures | {"ms, roofline clock": lambda r: r.stats.seconds * 1e3}).items()}
     width = 50 // len(runs)
@@ -219,6 +218,8 @@ def run_labs(name, gpu="h100", recorder=None, quiet=False, out=print):
             exec(compile(blocks[name], f"{path.name}#{name}", "exec"), {
                 **vars(nanoserve), **globals(), "print": out, "run": functools.partial(run, gpu=gpu, recorder=recorder),
                 "compare": compare_and_keep})
+        except BrokenPipeError:                 # nobody reads on: no mistake of the block
+            raise
         except Exception as error:              # the block is a reader's own: their mistake is one sentence, like any other
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{path.name}#{name}"]
             where = f", line {getattr(error, 'lineno', None) or (lines or [0])[-1]} of the block"

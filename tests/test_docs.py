@@ -2,12 +2,11 @@
 
 import doctest
 import importlib
-import io
 import re
-import tokenize
 
 import pytest
 
+import docs
 from conftest import ROOT
 
 MODULES = ("kvcache", "scheduler", "spec", "nanoserve")
@@ -21,27 +20,11 @@ def test_examples_in_docstrings(name):
     assert result.failed == 0 and result.attempted > 0
 
 
-def code_lines(text):
-    """Lines with a token that is neither comment nor docstring."""
-    lines, previous = set(), tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
-            previous = previous if token.type in (tokenize.COMMENT, tokenize.NL) else token.type
-            continue
-        docstring = token.type == tokenize.STRING and previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        if not docstring:
-            lines.update(range(token.start[0], token.end[0] + 1))
-        previous = token.type
-    return len(lines)
-
-
 def test_line_counts_in_the_readme():
     """The table of files has today's numbers, and the product is as small as it promises to be."""
     table = dict(re.findall(r"^\| \[([\w.]+)\]\(\1\) \| (\d+) \|", README, re.M))
     assert list(table) == [*(f"{name}.py" for name in MODULES), "kernels.cu"]
-    counts = {f"{name}.py": code_lines((ROOT / f"{name}.py").read_text("utf-8")) for name in MODULES}
-    kernels = [line.strip() for line in (ROOT / "kernels.cu").read_text("utf-8").splitlines()]
-    counts["kernels.cu"] = sum(line != "" and not line.startswith("//") for line in kernels)
+    counts = {name: docs.count_code(ROOT / name) for name in table}
     assert {name: int(count) for name, count in table.items()} == counts
     assert sum(counts.values()) <= 1800 and counts["nanoserve.py"] <= 850
 

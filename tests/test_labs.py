@@ -113,6 +113,19 @@ def test_a_mistake_in_ones_own_lab(tmp_path, block, words):
     assert code == 2 and words in err and err.startswith("nanoserve: mine.md#a, line ") and "Traceback" not in err
 
 
+def test_a_reader_of_our_output_who_leaves():
+    """`nanoserve.py lab prefix | head -3` is no mistake in the lab."""
+    lines = []
+
+    def head(line):
+        lines.append(line)
+        if len(lines) == 3:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        labs.run_labs("prefix", out=head)
+
+
 def test_what_compare_gives_back(tmp_path):
     """A lab can go on with the numbers; whatever kind of number they are, they become JSON. None is nothing to measure."""
     (tmp_path / "mine.md").write_text("""```python lab=a

@@ -226,6 +226,12 @@ def test_auto_over_the_mix_of_texts():
     assert all(overall["auto"] > value for k, value in overall.items() if k != "auto"), overall
 
 
+def test_auto_without_a_drafter_is_plain_decoding():
+    """As many as pay, of none: nothing is asked for, in any step."""
+    engine = GhostEngine(num_draft_tokens="auto", num_blocks=16)
+    assert engine.generate([[1, 2]], greedy(20))[0].token_ids == ghost_text([1, 2], 20) and engine.stats.draft_tokens == 0
+
+
 def test_auto_gives_up_where_guessing_loses():
     """A drafter as dear as the target, and never right: after a few tries there are almost no guesses, and the text is right."""
     engine = SpeculatingGhost(drafter="model", num_draft_tokens="auto", num_blocks=64)

@@ -87,8 +87,8 @@ class Tokenizer:
                     "the ids must be different integers, from 0")
             for token in (*BYTE_TO_CHAR, "<|endoftext|>"):
                 require(token in vocab, f"the token {token!r} is missing")
-            for token in vocab:
-                require(set(token) <= alphabet, f"the token {token!r} is not written in GPT-2's alphabet of bytes")
+            strange = next((token for token in vocab if not set(token) <= alphabet), None)
+            require(strange is None, f"the token {strange!r} is not written in GPT-2's alphabet of bytes")
         path = Path(folder) / "merges.txt"
         with reading(path):
             lines = [line.removesuffix("\r") for line in path.read_text("utf-8").split("\n")]
@@ -97,9 +97,9 @@ class Tokenizer:
                 require(len(pair) == 2 and "" not in pair and {*pair, "".join(pair)} <= vocab.keys(),
                         f"the line {' '.join(pair)!r} does not join two tokens of vocab.json to a third")
             made = {"".join(pair) for pair in merges}
-            for token in vocab:
-                require(len(token) == 1 or token in made or (token[0], token[-1]) == ("<", ">"),
-                        f"no line makes the token {token!r} of vocab.json: truncated?")
+            unmade = next((token for token in vocab
+                           if len(token) > 1 and token not in made and (token[0], token[-1]) != ("<", ">")), None)
+            require(unmade is None, f"no line makes the token {unmade!r} of vocab.json: truncated?")
         return cls(vocab, merges)
 
     def _merge(self, piece):
