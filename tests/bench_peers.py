@@ -70,7 +70,7 @@ def continuous_runner(dtype, seats):
     def run(requests):
         manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=256, use_cuda_graph=False),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=1024, max_batch_tokens=512,
+            continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512,
                                                                 max_requests_per_batch=seats))
         manager.start()
         for i, (prompt, output) in enumerate(requests):
