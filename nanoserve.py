@@ -198,20 +198,23 @@ def gpt2_reference(weights, tokens):
     return layer_norm(x, "ln_f") @ w["wte.weight"].T                        # [T, E] @ [E, V] -> [T, V]
 
 
-def pack(matrix, bias=None):
-    """x -> x @ matrix + bias, with the matrix [in, out] reordered once into the layout that the CPU's multiply reads in.
+def multiply_by(matrix, bias=None):
+    """-> the function x [T, in] -> x @ matrix + bias [T, out], as fast as this machine has it; matrix [in, out].
 
-    torch.addmm finds a layout anew in every call. These operators of torch are private: where they are missing, or the type
-    is not theirs, the answer is None, and addmm it is.
+    A CPU reads a large matrix in a layout of its own, and the plain multiply makes that layout anew in every call; here it is
+    made once. The operators for that are private to torch: where they are missing, or don't know the type, the plain multiply
+    has to do. A 16-bit type that a CPU has no instructions for takes a hundred times as long as float32, so it is multiplied in
+    float32, and only the results are rounded.
     """
-    wanted = matrix.numel() >= 2**18 and matrix.dtype in (torch.float32, torch.bfloat16)     # a small one fits the cache as it is
-    if not (wanted and matrix.device.type == "cpu" and torch.backends.mkldnn.is_available()):
-        return None
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(matrix.T.contiguous(), 16)
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return None
+    if matrix.device.type == "cpu":
+        if matrix.numel() >= 2**18 and torch.backends.mkldnn.is_available():        # a small one stays in the cache as it is
+            with contextlib.suppress(AttributeError, RuntimeError):
+                packed = torch.ops.mkldnn._reorder_linear_weight(matrix.T.contiguous(), 16)
+                return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        if matrix.dtype.itemsize == 2:
+            in_float32 = multiply_by(matrix.float(), None if bias is None else bias.float())
+            return lambda x: in_float32(x.float()).to(matrix.dtype)
+    return lambda x: F.linear(x, matrix.T, bias)
 
 
 class GPT2:
@@ -224,12 +227,10 @@ class GPT2:
 
     def __init__(self, weights, dtype, device):
         self.config, self.device = weights.config, device
-        self.weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
-        self.packed = {"head": pack(self.weights["wte.weight"].T)}
-        for name in (name.removesuffix(".weight") for name in weights if ".c_" in name and name.endswith(".weight")):
-            self.packed[name] = pack(self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
-            if self.packed[name]:
-                self.weights[f"{name}.weight"] = weights[f"{name}.weight"]      # the mapped file's again, not one more copy
+        self.weights = w = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
+        self.multiply = {"head": multiply_by(w["wte.weight"].T)}
+        for name in [name.removesuffix(".weight") for name in w if ".c_" in name and name.endswith(".weight")]:
+            self.multiply[name] = multiply_by(w.pop(f"{name}.weight"), w.pop(f"{name}.bias"))
 
     @torch.inference_mode()
     def forward(self, batch, cache):
@@ -247,7 +248,7 @@ class GPT2:
             return F.layer_norm(x, (config.width,), w[f"{name}.weight"], w[f"{name}.bias"], config.epsilon)
 
         def linear(x, name):
-            return self.packed[name](x) if self.packed[name] else torch.addmm(w[f"{name}.bias"], x, w[f"{name}.weight"])
+            return self.multiply[name](x)                                           # x @ its weight + its bias
 
         x = w["wte.weight"][tokens] + w["wpe.weight"][positions]                    # [T, E]
         for i in range(config.num_layers):
@@ -259,8 +260,7 @@ class GPT2:
             x = x + linear(hidden, f"h.{i}.mlp.c_proj")
         # LayerNorm and head look at one row at a time, and the head is the largest matrix of all: only the rows that somebody
         # samples go through them.
-        x = layer_norm(x[logit_rows], "ln_f")                                       # [S, E] @ [E, V] -> [S, V]
-        return self.packed["head"](x) if self.packed["head"] else x @ w["wte.weight"].T
+        return linear(layer_norm(x[logit_rows], "ln_f"), "head")                    # [S, E] @ [E, V] -> [S, V]
 
 
 def to_numpy(logits):
@@ -278,7 +278,7 @@ class EngineConfig(Checked):
 
     model                   tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files
     device                  cpu or cuda; default: cuda where there is one
-    dtype                   of weights and K/V (bfloat16 on a CPU: of weights only); default: float32 on a CPU, float16 on a GPU
+    dtype                   of weights and K/V (16 bits on a CPU: of weights only); default: float32 on a CPU, float16 on a GPU
     attention               numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU with CuPy where
                             kernels.cu can do it, else torch
     threads                 CPU threads; default: 1 for a model as small as tiny, else torch's choice
@@ -425,8 +425,8 @@ class Engine:
         cupy = importlib.util.find_spec("cupy")             # asks whether it is there, without importing it
         kernels = device == "cuda" and cupy and has_kernels(dtype, head_dim, config.block_size)
         attention = config.attention or ("cuda" if kernels else "torch")
-        # A CPU's attention is several times slower in bfloat16 than in float32, in which K and V are the better, too.
-        cache_dtype = torch.float32 if (device, dtype) == ("cpu", torch.bfloat16) else dtype
+        # A CPU's attention is several times slower in 16 bits than in float32, in which K and V are the better, too.
+        cache_dtype = torch.float32 if device == "cpu" and dtype.itemsize == 2 else dtype
         cache = KVCache(shape.num_layers, config.num_blocks, config.block_size, shape.num_heads, head_dim, cache_dtype, device,
                         attention)
         model = GPT2(weights, dtype, device)

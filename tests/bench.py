@@ -13,9 +13,10 @@ Then three workloads, the first two the median of their runs:
 
 Beside each stands its floor. A step takes at least the time to move its bytes (weights once, K and V of every context) at
 the memory's rate, and at least the time of its FLOPs at the best rate of the multiply; the larger of the two is the step's
-floor, and a workload's floor is the sum over its steps. What is reached of it is floor / measured. A 16-bit type that is
-multiplied more slowly than float32 has float32's rate in its floor: nothing would keep an engine from converting it. For tiny
-the floor says less: its weights stay in a cache, which is faster than memory.
+floor, and a workload's floor is the sum over its steps. What is reached of it is floor / measured. A 16-bit type that a CPU has
+no instructions for is multiplied in float32, a little more slowly than float32 itself; then the floor has float32's rate, and
+the bytes of the 16-bit type, which an engine would not have to store in float32 to multiply them so. For tiny the floor says
+less: its weights stay in a cache, which is faster than memory.
 
 Last, where the time of mixed went, part by part. That is a run of its own with a clock around every part, so that no clock
 disturbs the figures above. It computes one step of several: the schedule of mixed does not depend on what the tokens
@@ -25,8 +26,7 @@ Prompts are random ids and <|endoftext|> is ignored, so the work is fixed by the
 
 Nothing else may run meanwhile. With two threads every multiply ends when the slower thread does: one busy core more, and
 all figures collapse many times over, the machine's own among them. So the machine is measured before and after the
-workloads, the better of the two counts, and how far they are apart is printed. A type of number that a CPU has no instructions for
-(bfloat16 on many) is slower by far more than its bytes are fewer; then gpt2 takes very long.
+workloads, the better of the two counts, and how far they are apart is printed.
 """
 
 import copy
@@ -48,7 +48,7 @@ import nanoserve
 from kvcache import KERNEL_BLOCK_SIZE, Batch, KVCache
 from common import greedy
 from labs import Roofline, step_of
-from nanoserve import Engine, pack
+from nanoserve import Engine, multiply_by
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,6 @@ def seconds_on(device, function, repeat=20, limit=math.inf):
             function()
             times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def multiply_by(matrix, bias):
-    """x -> x @ matrix + bias as the engine's linear layers do it."""
-    return pack(matrix, bias) or (lambda x: torch.addmm(bias, x, matrix))
 
 
 @torch.inference_mode()
@@ -224,14 +219,13 @@ def break_down(engine, run, every=1):
     multiplies = {}
     if engine.cache.k.device.type == "cpu":
         calls += [(engine.cache, "attend", ATTENTION), (F, "layer_norm", NORM), (F, "gelu", GELU)]
-        multiplies = engine.model.packed
+        multiplies = engine.model.multiply
     with ExitStack() as patches:
         patches.enter_context(patch.object(engine.model, "forward", sometimes))
         for owner, name, part in calls:
             patches.enter_context(patch.object(owner, name, clock.around(getattr(owner, name), part)))
         patches.enter_context(patch.dict(multiplies, {
-            name: clock.around(packed or plain_multiply(engine.model.weights, name), HEAD if name == "head" else LINEAR)
-            for name, packed in multiplies.items()}))
+            name: clock.around(multiply, HEAD if name == "head" else LINEAR) for name, multiply in multiplies.items()}))
         clock.switch(PYTHON)            # installing the clocks is nobody's part
         clock.seconds.clear()
         run()
@@ -239,13 +233,6 @@ def break_down(engine, run, every=1):
     steps = next(turn)
     computed = math.ceil(steps / every)
     return {part: clock.seconds[part] / (computed if part in INSIDE else steps) for part in PARTS if part in clock.seconds}
-
-
-def plain_multiply(weights, name):
-    """What the model does where a matrix is not packed, as a function that a clock can be put around."""
-    if name == "head":
-        return lambda x: x @ weights["wte.weight"].T
-    return lambda x: torch.addmm(weights[f"{name}.bias"], x, weights[f"{name}.weight"])
 
 
 # ----------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_clock_books_every_moment_to_the_innermost_call():
 def test_break_down_leaves_the_engine_as_it_was(drafter):
     """Under the clocks it says the same, and afterwards they are gone."""
     engine, said = Engine(model="tiny", drafter=drafter), []
-    packed, layer_norm = dict(engine.model.packed), torch.nn.functional.layer_norm
+    multiply, layer_norm = dict(engine.model.multiply), torch.nn.functional.layer_norm
 
     def say():
         said.append(engine.generate("Once upon a time", greedy(8))[0].token_ids)
@@ -75,7 +75,7 @@ def test_break_down_leaves_the_engine_as_it_was(drafter):
     parts = break_down(engine, say)
     assert said[0] == said[1]
     assert [part for part in PARTS if part in parts] == list(parts) and min(parts.values()) > 0
-    assert engine.model.packed == packed and torch.nn.functional.layer_norm is layer_norm
+    assert engine.model.multiply == multiply and torch.nn.functional.layer_norm is layer_norm
     assert isinstance(vars(Batch)["build"], classmethod) and "attend" not in vars(engine.cache)
 
 
