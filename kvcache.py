@@ -37,9 +37,10 @@ copy, and only the first copy can be found, until it is reused.
 """
 
 import math
+import warnings
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -230,9 +231,8 @@ class Batch:
     block_tables: np.ndarray    # [R, W] block ids, padded with -1
     logit_rows: np.ndarray      # rows whose logits somebody will sample from
     block_size: int
-    # Made by the first layer, used by all. For attention_torch: the groups on its device, and memory to gather their K and V in:
-    # fresh memory in every layer would cost more than the copying. For kernels.cu: what it reads.
-    gathering: list | None = None
+    # Made by the first layer, used by all: how attention_torch reads K and V, and how kernels.cu does.
+    reading: list | None = None
     launch_plan: "LaunchPlan | None" = None
 
     @classmethod
@@ -251,33 +251,19 @@ class Batch:
         logit_rows = np.flatnonzero(positions >= (context_len - wanted)[owner])
         return cls(np.concatenate(ids), positions, owner, slots, query_start, context_len, block_tables, logit_rows, block_size)
 
-    @cached_property
-    def groups(self):
-        """The sequences with the same number of new rows n, and contexts of about the same length, as dense tensors: decodes
-        (n = 1) form a few groups, each prefill chunk usually its own. One call per group, and little padding: no decode
-        is as long as a chunk, and no context more than twice as long as it has to be. Made once per step, for every layer.
-
-        List of (rows [R', n], slots [R', C], mask [R', 1, n, C]), R' sequences, C the longest context among them.
-        """
-        groups, power_of_two = [], np.ceil(np.log2(self.context_len)).astype(int)
-        kinds, kind_of = np.unique([np.diff(self.query_start), power_of_two], axis=1, return_inverse=True)
-        for kind, n in enumerate(kinds[0]):
-            members = np.flatnonzero(kind_of == kind)
-            rows = self.query_start[members, None] + np.arange(n)                       # [R', n]
-            column = np.arange(self.context_len[members].max())                         # [C]
-            # Past its own context a shorter sequence reads its position 0 once more: a slot that is surely written.
-            # The mask drops it, but 0 * NaN is NaN, so the mask alone could not make a foreign slot harmless.
-            read = np.where(column < self.context_len[members, None], column, 0)        # [R', C]
-            slots = self.block_tables[members[:, None], read // self.block_size] * self.block_size + read % self.block_size
-            # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
-            seen = column <= self.positions[rows][:, None, :, None]                     # [R', 1, n, C]
-            mask = np.where(seen, np.float32(0), np.float32(-np.inf))                   # added to the scores
-            groups.append(tuple(torch.from_numpy(array) for array in (rows, slots, mask)))
-        return groups
+    def slots_of(self, sequences, positions):
+        """Where K and V of these positions live: the paging itself. Two integers, or arrays that broadcast."""
+        return self.block_tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size
 
 
 # ----------------------------------------------------------------------------------------------
 # attention over the block tables
+
+FEW_ROWS = 5                    # of a sequence in a step: a decode, or one with a few guesses
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")         # with the first sparse matrix of a process, torch says that they are new
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
 
 
 def attention_numpy(q, k_cache, v_cache, batch):
@@ -292,7 +278,7 @@ def attention_numpy(q, k_cache, v_cache, batch):
     out = np.zeros(queries.shape)
     for row, r in enumerate(batch.sequences):
         position = np.arange(batch.positions[row] + 1)                              # causal: itself and before
-        slots = batch.block_tables[r, position // batch.block_size] * batch.block_size + position % batch.block_size
+        slots = batch.slots_of(r, position)
         for h in range(H):
             g = h * G // H
             scores = keys[slots, g] @ queries[row, h] / math.sqrt(D)                # [C, D] @ [D] -> [C]
@@ -302,20 +288,69 @@ def attention_numpy(q, k_cache, v_cache, batch):
 
 
 def attention_torch(q, k_cache, v_cache, batch):
-    """The same by gathering each group's keys and values out of their slots. Shapes as in attention_numpy."""
-    (_, H, D), G = q.shape, k_cache.shape[2]
-    if batch.gathering is None:
-        batch.gathering = [(rows.to(q.device), slots.to(q.device), mask.to(q.device, q.dtype),
-                            torch.empty((2, *slots.shape, G, D), dtype=q.dtype, device=q.device))       # room for its K and V
-                           for rows, slots, mask in batch.groups]
+    """The same in torch, each sequence in the cheaper of two ways. Shapes as in attention_numpy."""
+    if batch.reading is None:
+        # Sparse products are for a CPU, and torch has none in 16 bits: elsewhere every sequence is Gathered.
+        few = (np.diff(batch.query_start) <= FEW_ROWS) & (q.device.type == "cpu" and q.dtype.itemsize > 2)
+        rows = np.flatnonzero(few[batch.sequences])
+        batch.reading = [Gathered(batch, r, k_cache) for r in np.flatnonzero(~few)]
+        batch.reading += [InPlace(batch, rows, q.shape[1], k_cache)] if len(rows) else []
     out = torch.empty_like(q)
-    for rows, slots, mask, room in batch.gathering:
-        for cache, gathered in zip((k_cache, v_cache), room):
-            torch.index_select(cache.view(-1, G * D), 0, slots.flatten(), out=gathered.view(-1, G * D))
-        k, v = room.transpose(2, 3)                                                 # 2 x [R', C, G, D] -> 2 x [R', G, C, D]
-        attended = F.scaled_dot_product_attention(q[rows].transpose(1, 2), k, v, attn_mask=mask, enable_gqa=H != G)
-        out[rows] = attended.transpose(1, 2)                                        # [R', H, n, D] -> [R', n, H, D]
+    for part in batch.reading:
+        out[part.rows] = part.attend(q[part.rows], k_cache, v_cache)
     return out
+
+
+class Gathered:
+    """How a chunk of a prompt reads. Its rows look at the same keys and values: these are copied out of their slots, once for
+    all rows, and the rest is dense matrices."""
+
+    def __init__(self, batch, r, cache):
+        rows, column = np.arange(*batch.query_start[r:r + 2]), np.arange(batch.context_len[r])
+        # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
+        mask = np.where(column <= batch.positions[rows, None], np.float32(0), np.float32(-np.inf))      # added to the scores
+        self.rows, self.slots, mask = (torch.from_numpy(array).to(cache.device)
+                                       for array in (rows, batch.slots_of(r, column), mask))            # [n], [C], [n, C]
+        self.mask = mask.to(cache.dtype)
+        self.room = cache.new_empty((2, len(column), *cache.shape[2:]))     # once for all layers: new memory is slow memory
+
+    def attend(self, q, k_cache, v_cache):
+        for cache, gathered in zip((k_cache, v_cache), self.room):
+            torch.index_select(cache.flatten(0, 1), 0, self.slots, out=gathered)                        # [slots, G, D] -> [C, G, D]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, *self.room))                # [n, H, D] -> [1, H, n, D], k and v likewise
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=q.shape[1] != k.shape[1])
+        return attended[0].transpose(0, 1)                                          # -> [n, H, D]
+
+
+class InPlace:
+    """How decodes read. A single row would use a copy of its keys and values once, so it reads them where they are.
+
+    All such rows together see the pool as one sparse matrix, `table`. It has a line for each head of each row, a column for each
+    head of each slot, and entries where block table and position let the line look.
+    """
+
+    def __init__(self, batch, rows, H, cache):
+        N, B, G, _ = cache.shape
+        lengths = np.repeat(batch.positions[rows] + 1, H)                           # of the lines; causal: itself and before
+        seen = np.arange(lengths.max()) < lengths[:, None]                          # [lines, C]
+        line, position = np.nonzero(seen)                                           # of each entry
+        columns = batch.slots_of(batch.sequences[rows[line // H]], position) * G + line % H * G // H
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.rows, self.places, self.starts, self.columns = map(torch.from_numpy, (rows, np.flatnonzero(seen), starts, columns))
+        self.table = torch.sparse_csr_tensor(self.starts, self.columns, cache.new_zeros(len(columns)), (len(lengths), N * B * G),
+                                             check_invariants=False)                # its columns are not in order, and need not be
+        self.scores = cache.new_full(seen.shape, -math.inf)                         # and so they stay where a line has ended
+
+    def attend(self, q, k_cache, v_cache):
+        keys, values = (cache.flatten(0, 2) for cache in (k_cache, v_cache))        # [slots * G, D]
+        # q @ keys.T where the table has entries, and nowhere else.
+        torch.sparse.sampled_addmm(self.table, q.flatten(0, 1), keys.T, beta=0, alpha=q.shape[-1] ** -0.5, out=self.table)
+        self.scores.view(-1)[self.places] = self.table.values()
+        weights = torch.softmax(self.scores, dim=-1).view(-1)[self.places]
+        # The weighted sum of the values that a line looks at; torch calls them a bag.
+        attended = F.embedding_bag(self.columns, values, self.starts, mode="sum", per_sample_weights=weights,
+                                   include_last_offset=True)
+        return attended.view(q.shape)                                               # [lines, D] -> [R', H, D]
 
 
 # ----------------------------------------------------------------------------------------------

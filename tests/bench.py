@@ -160,7 +160,7 @@ def floor_of_part(roofline, steps, part):
 # ----------------------------------------------------------------------------------------------
 # where the time went
 
-LINEAR, ATTENTION, HEAD = "linear layers", "attention, with writing and gathering K/V", "head"
+LINEAR, ATTENTION, HEAD = "linear layers", "attention, with writing K/V", "head"
 NORM, GELU, FORWARD = "layer norms", "GELU", "rest of the forward pass: embedding, sums, to NumPy"
 SAMPLING, SCHEDULING, BUILDING, GUESSING = "sampling", "scheduling", "building the batch", "guessing"
 PYTHON = "Python: text, counters, the loop"

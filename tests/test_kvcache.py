@@ -1,11 +1,13 @@
 """The block allocator, the ragged batch, and attention over block tables."""
 
 import random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+import kvcache
 from common import assert_close
 from kvcache import Batch, BlockAllocator, KVCache, Prefix, attention_numpy
 
@@ -259,8 +261,15 @@ def test_batch_against_plain_loops(block_size):
 @pytest.mark.parametrize("block_size", (1, 4, 16))
 @pytest.mark.parametrize("shapes", [[(0, 1)], [(7, 1), (0, 9), (15, 1), (16, 1)], [(3, 5), (12, 4), (0, 4)], [(40, 1), (1, 1), (0, 33)],
                                     [(20, 1), (25, 1), (31, 1)]])
-def test_torch_attention_equals_the_reference(heads, kv_heads, block_size, shapes):
-    """On ragged batches and grouped heads, in a pool where every slot that is not theirs is NaN."""
+@pytest.mark.parametrize("few_rows", (0, kvcache.FEW_ROWS, 100))
+def test_torch_attention_equals_the_reference(few_rows, heads, kv_heads, block_size, shapes):
+    """On ragged batches and grouped heads, in a pool where every slot that is not theirs is NaN; each shape in both ways of
+    reading, and in the mixture that is served."""
+    with patch.object(kvcache, "FEW_ROWS", few_rows):
+        check_torch_attention(heads, kv_heads, block_size, shapes)
+
+
+def check_torch_attention(heads, kv_heads, block_size, shapes):
     batch, sequences = random_batch(random.Random(2), block_size, 120, shapes)
     generator = torch.Generator().manual_seed(3)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
