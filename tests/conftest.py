@@ -1,6 +1,7 @@
 """Shared by all tests: the modules on the path, and one thread for torch (the test machine may be busy)."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 torch.set_num_threads(1)
+
+
+AHEAD = ThreadPoolExecutor(1)       # for what other processes do: a compiler, a program under a sanitizer
+
+
+def pytest_collection_finish(session):
+    """In a run of all tests, modules that wait for other processes start them now: the tests keep one core busy, not two."""
+    if len(session.items) > 1000 and not session.config.option.collectonly:
+        for module in {item.module for item in session.items}:
+            getattr(module, "start_ahead", lambda pool: None)(AHEAD)
+
+
+def pytest_unconfigure():
+    AHEAD.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ SHAPES = {                      # (tokens in the cache, new tokens) of each sequ
     "verification": [(20, 5), (31, 5), (0, 5)],
     "long": [(300, 1), (0, 70), (129, 4)],
 }
+HEADS = [(4, 4, 32), (2, 2, 64), (4, 1, 64), (2, 2, 128), (6, 2, 32)]
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 WHY = "outputs below 4, rounded to 24, 11 or 8 bits; the sums themselves are kept in float32"
 
@@ -40,6 +41,17 @@ class OnCpu:
     def compile(cls, code, names, device):
         module = cpu_module.CpuModule(cls.code, names, seed=cls.seed)
         return {name: module.get_function(name) for name in names}
+
+
+def start_ahead(pool):
+    """What takes minutes in all, before the tests ask for it. Whatever is ready stands in tests/build, or in SANITIZED."""
+    if cpu_module.available():
+        cpu_module.plain_environment()                  # now: the tests change the environment while the pool reads it
+        for case in SANITIZER_CASES:
+            SANITIZED[case[:2]] = pool.submit(run_sanitized_program, *case[:2])
+        for dtype, D in sorted({(dtype, D) for dtype in DTYPES for _, _, D in HEADS}, key=str):
+            pool.submit(cpu_module.CpuModule, CODE, kvcache.kernel_names(dtype, D))
+        pool.submit(compile_all_bugs)
 
 
 @pytest.fixture
@@ -87,7 +99,7 @@ def check_against_reference(batch, q, k, v, cache, tolerance):
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("H, G, D", [(4, 4, 32), (2, 2, 64), (4, 1, 64), (2, 2, 128), (6, 2, 32)])
+@pytest.mark.parametrize("H, G, D", HEADS)
 def test_on_cpu_against_the_reference(on_cpu, shapes, dtype, H, G, D):
     """All variants, on ragged batches in a pool of NaN."""
     check_against_reference(*case(shapes, H, G, D, dtype), DTYPES[dtype])
@@ -237,7 +249,11 @@ KERNEL_BUGS = [
 
 @pytest.fixture(scope="module")
 def all_bugs_compiled():
-    """Every buggy variant, compiled two at a time: the compiler is what these tests wait for."""
+    compile_all_bugs()
+
+
+def compile_all_bugs():
+    """Every buggy variant, two at a time: the compiler is what these tests wait for."""
     names = kvcache.kernel_names(torch.float32, 32)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda bug: cpu_module.CpuModule(CODE.replace(bug[1], bug[2]), names), KERNEL_BUGS))
@@ -295,14 +311,24 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("kind, bug, finding", [
-    ("address", None, None), ("thread", None, None), ("address", "padding-written", "kernels.cu"),
-    ("thread", "last-barrier-missing", "data race")])
+SANITIZER_CASES = [("address", None, None), ("thread", None, None), ("address", "padding-written", "kernels.cu"),
+                   ("thread", "last-barrier-missing", "data race")]
+SANITIZED = {}          # (kind, bug) -> the future of its run, where start_ahead has begun it
+
+
+def run_sanitized_program(kind, bug):
+    """-> (why it can't be run here or "", the finished process)."""
+    reason = cpu_module.sanitizer_unavailable_reason(kind)
+    return reason, None if reason else cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
+
+
+@pytest.mark.parametrize("kind, bug, finding", SANITIZER_CASES)
 def test_sanitizers(kind, bug, finding):
     """Clean as it is; with a bug, the sanitizer names the line even where the numbers happen to come out right."""
-    if cpu_module.sanitizer_unavailable_reason(kind):
-        pytest.skip(cpu_module.sanitizer_unavailable_reason(kind))
-    done = cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
+    begun = SANITIZED.get((kind, bug))
+    reason, done = begun.result() if begun else run_sanitized_program(kind, bug)
+    if reason:
+        pytest.skip(reason)
     if finding:
         assert done.returncode != 0 and finding in done.stderr and "kernels.cu" in done.stderr, done.stderr[-2000:]
     else:

@@ -31,8 +31,8 @@ def fresh_modules():
     sys.modules.update(before)
 
 
-def run(caught_by, arguments, monkeypatch):
-    """Import the test file, with whatever modules of ours are in place, and call the test."""
+def run(caught_by, arguments, monkeypatch, seconds):
+    """Import the test file, with whatever modules of ours are in place, and call the test, for so many seconds at most."""
     test_file, function = caught_by.split(".")
     test = getattr(importlib.import_module(test_file), function)
 
@@ -40,7 +40,7 @@ def run(caught_by, arguments, monkeypatch):
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(30)
+    signal.alarm(seconds)
     try:
         test(*[monkeypatch if argument == "monkeypatch" else argument for argument in arguments])
     finally:
@@ -51,7 +51,7 @@ def run(caught_by, arguments, monkeypatch):
 def test_bug_is_caught(bug, fresh_modules, monkeypatch):
     """With the bug in its module, the named test fails (or runs for ever); without it, it passes in the same surroundings."""
     if (bug.caught_by, bug.arguments) not in PASSED:
-        run(bug.caught_by, bug.arguments, monkeypatch)
+        run(bug.caught_by, bug.arguments, monkeypatch, 60)
         PASSED.append((bug.caught_by, bug.arguments))
     for name in list(sys.modules):
         if name in OURS or name.startswith("test_"):
@@ -62,4 +62,4 @@ def test_bug_is_caught(bug, fresh_modules, monkeypatch):
     exec(compile(plant(bug, (ROOT / bug.file).read_text("utf-8")), bug.file, "exec"), module.__dict__)
     with pytest.raises((Exception, pytest.fail.Exception)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run(bug.caught_by, bug.arguments, monkeypatch)
+        run(bug.caught_by, bug.arguments, monkeypatch, 10)
