@@ -89,6 +89,8 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path):
+        """Read a config.json. ValueError names the file and what is wrong: no GPT-2, or one that would run here and compute
+        something else."""
         with reading(path):
             c = json.loads(path.read_text("utf-8"))
             sizes = {key: c[key] for key in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")}
@@ -137,7 +139,14 @@ class Weights(dict):
 
 
 def load_weights(folder):
-    """Read config.json and model.safetensors of a GPT-2 folder -> Weights. The output head is the embedding (tied)."""
+    """Read config.json and model.safetensors of a GPT-2 folder -> Weights. ValueError names the file and what is wrong with it.
+
+    The tensors are windows into the mapped file: nothing is read before it is used, and two processes share one copy.
+
+    >>> weights = load_weights(EMBEDDED / "tiny")
+    >>> weights.config.num_layers, list(weights["h.0.attn.c_attn.weight"].shape)
+    (4, [128, 384])
+    """
     folder = Path(folder)
     require(folder.is_dir(), f"{str(folder)!r}: no such folder; a model is 'tiny', 'gpt2' or a folder with GPT-2's files")
     config, path = ModelConfig.load(folder / "config.json"), folder / "model.safetensors"
@@ -153,7 +162,8 @@ def load_weights(folder):
 
 
 def load_model(model, dtype):
-    """EngineConfig.model -> (Weights, Tokenizer)."""
+    """EngineConfig.model -> (Weights, Tokenizer). "gpt2" is built from tiny and has its tokenizer: of the tokens beyond
+    tiny's none can be written, and none is ever likely."""
     folder = EMBEDDED / "tiny" if model in ("tiny", "gpt2") else Path(model)
     weights, tokenizer = load_weights(folder), Tokenizer.load(folder)
     last, size = max(tokenizer.bytes), weights.config.vocab_size
@@ -166,9 +176,13 @@ def load_model(model, dtype):
 
 
 def gpt2_reference(weights, tokens):
-    """GPT-2 (Radford et al. 2019) as one reads it: no cache, one sequence, NumPy, float64. -> logits [T, V].
+    """GPT-2 (Radford et al. 2019) as one reads it: no cache, one sequence, NumPy, float64. tokens: T ids -> logits [T, V].
 
-    Everything faster in this project is compared with these lines.
+    Row t says what may come after token t. To generate, one would append a token and compute everything again; that is what a
+    KV cache saves. Everything faster in this project is compared with these lines.
+
+    >>> gpt2_reference(load_weights(EMBEDDED / "tiny"), [503, 12, 7]).shape
+    (3, 1024)
     """
     config = weights.config
     w = {name: tensor.double().numpy() for name, tensor in weights.items()}
@@ -226,6 +240,7 @@ class GPT2:
     """
 
     def __init__(self, weights, dtype, device):
+        """Takes the weights in `dtype` to `device`, linear layers as functions (`multiply`), the rest as tensors (`weights`)."""
         self.config, self.device = weights.config, device
         self.weights = w = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
         self.multiply = {"head": multiply_by(w["wte.weight"].T)}
@@ -242,6 +257,7 @@ class GPT2:
         return self.compute(*on_device, batch, cache)
 
     def compute(self, tokens, positions, logit_rows, batch, cache):
+        """The model: tokens, positions [T] and logit_rows [S] are on the device -> logits [S, V]. Compare gpt2_reference."""
         w, config = self.weights, self.config
 
         def layer_norm(x, name):
@@ -264,7 +280,8 @@ class GPT2:
 
 
 def to_numpy(logits):
-    """NumPy has no bfloat16, and float16 is too coarse to sample from."""
+    """Logits on any device, in any type -> float32 or float64 in NumPy, which has no bfloat16; and float16 is too coarse to sample
+    from."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu().numpy()
 
 
@@ -334,7 +351,7 @@ class StepOutput:
     token_ids: list
     text: str
     finish_reason: str | None = None        # "stop" | "length" | "abort" | "error"; None: there is more to come
-    error: str | None = None
+    error: str | None = None                # with "error": what happened
 
 
 @dataclass
@@ -342,7 +359,9 @@ class Completion:
     """A finished request.
 
     token_ids holds all that was generated, the tokens of a stop string and <|endoftext|> included; text does not.
+    finish_reason: "stop" (a stop string, or <|endoftext|>), "length" (max_tokens, or the context length), "abort", "error".
     num_cached_tokens counts prompt tokens that were found in the prefix cache when the request was first admitted.
+    num_preemptions counts how often it lost its blocks and had to be computed again; its tokens are the same for that.
     """
 
     request_id: str
@@ -387,6 +406,7 @@ class Engine:
     clock = staticmethod(time.perf_counter)
 
     def __init__(self, config=None, **fields):
+        """ValueError for a bad field, a device that is not there, files that are no GPT-2, a pool that memory can't hold."""
         self.config = config = dataclasses.replace(config or EngineConfig(), **fields)
         self.model, self.tokenizer, self.cache = self.load(config)
         self.drafter = self.load_drafter()
@@ -419,6 +439,7 @@ class Engine:
         return model, tokenizer, cache
 
     def _load(self, name, dtype, device):
+        """One model, target or draft, with a cache of its own."""
         config = self.config
         weights, tokenizer = load_model(name, dtype)
         shape, head_dim = weights.config, weights.config.width // weights.config.num_heads
@@ -462,6 +483,17 @@ class Engine:
         """Check a request and queue it. -> its id. prompt: text or token ids. Raises ValueError, changing nothing.
 
         Call it between two steps, from the thread that calls step(); abort() likewise.
+
+        >>> engine = Engine(model="tiny", num_blocks=32)
+        >>> engine.add_request("Once upon a time", SamplingParams(max_tokens=30, temperature=0), request_id="tale")
+        'tale'
+        >>> engine.step()           # one pass over the four tokens of the prompt: the first token is there
+        [StepOutput(request_id='tale', token_ids=[11], text=',', finish_reason=None, error=None)]
+        >>> engine.step()           # one pass over one token: a decode
+        [StepOutput(request_id='tale', token_ids=[803], text=' there', finish_reason=None, error=None)]
+        >>> engine.add_request([5000])
+        Traceback (most recent call last):
+        ValueError: token id 5000 is not in the vocabulary: ids are 0 to 1023
         """
         return self.add_requests([prompt], params, [request_id])[0]
 
@@ -527,7 +559,15 @@ class Engine:
 
     def abort(self, request_id):
         """End a request in any state, between two steps. True if it was alive. Its blocks are free at once; its last output
-        comes with the next step()."""
+        comes with the next step().
+
+        >>> engine = Engine(model="tiny", num_blocks=32)
+        >>> request_id = engine.add_request("Once upon a time")
+        >>> engine.abort(request_id), engine.abort(request_id), engine.has_unfinished()
+        (True, False, True)
+        >>> engine.step()[0].finish_reason, engine.has_unfinished()
+        ('abort', False)
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -668,6 +708,12 @@ class Engine:
         """Serve prompts to the end. -> list of Completion, in their order. params: one for all, or a list, one each.
 
         A prompt that is refused raises ValueError before any of them starts.
+
+        >>> questions = ["Q: What is 3 + 4?\\nA:", "Q: What day comes after Friday?\\nA:"]
+        >>> for completion in Engine(model="tiny").generate(questions, SamplingParams(temperature=0, stop="\\n")):
+        ...     print(completion.text)
+         3 + 4 is 7.
+         Saturday comes after Friday.
         """
         mine = {request_id: self.requests[request_id] for request_id in self.add_requests(prompts, params)}
         others = []                     # outputs of requests that were added before: kept for their owner
@@ -733,6 +779,7 @@ class View:
         engine.clock = lambda: time.perf_counter() - self.seconds_shown
 
     def __call__(self, outputs):
+        """After a step: draw the picture over the last one, or print a line."""
         started, engine = time.perf_counter(), self.engine
         if not engine.last_batch or (started < self.drawn + self.every and engine.requests):
             return
@@ -754,9 +801,11 @@ class View:
 
     @staticmethod
     def letter(request):
+        """A, B, C, ... in the order of arrival; the 27th is an A again."""
         return chr(ord("A") + (request.arrival - 1) % 26)
 
     def paint(self, symbol, times=1):
+        """The symbol in its request's colour, grey if it is nobody's."""
         colour = self.COLOURS[(ord(symbol) - ord("A")) % len(self.COLOURS)] if symbol.isalpha() else 243
         return f"\x1b[1;38;5;{colour}m{symbol * times}\x1b[0m"
 
@@ -824,6 +873,7 @@ class EngineThread(threading.Thread):
     Outputs go into a queue for each connection: nobody waits for a slow reader, and max_tokens bounds what can pile up there."""
 
     def __init__(self, engine, max_queue):
+        """max_queue: most requests that may wait; more are refused (429), which tells a client more than a long silence."""
         super().__init__(daemon=True)
         self.engine, self.max_queue, self.stopping = engine, max_queue, False
         self.calls, self.streams = queue.SimpleQueue(), {}          # streams: request_id -> the queue of its connection
@@ -949,6 +999,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def start(self, status, kind, headers):
+        """Status line and headers; a body may follow."""
         self.send_response(status)
         for name, value in {"Content-Type": kind, **headers}.items():
             self.send_header(name, value)
@@ -1023,6 +1074,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, content):
+        """One of a stream's server-sent events: a line that begins with data:, and an empty one."""
         self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
 
     def next_output(self, outputs):
@@ -1039,7 +1091,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """`worker` has the engine; `active` holds the connections that are being served a completion."""
+    """Listens from the moment it is made. `worker` has the engine; `active` holds the connections that are being served a
+    completion, for whom a stop waits."""
 
     daemon_threads, request_queue_size = True, 128
 
