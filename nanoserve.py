@@ -966,6 +966,7 @@ class Handler(BaseHTTPRequestHandler):
         model = {"id": server.model, "object": "model", "created": server.started, "owned_by": "nanoserve"}
         routes = {"/v1/completions": ("POST", self.completions),
                   "/v1/models": ("GET", lambda _: self.reply(200, {"object": "list", "data": [model]})),
+                  f"/v1/models/{server.model}": ("GET", lambda _: self.reply(200, model)),
                   "/health": ("GET", lambda _: self.reply(200 if server.worker.is_alive() else 503, {})),
                   "/metrics": ("GET", lambda _: self.reply(200, server.worker.call(server.worker.engine.stats.prometheus)))}
         method, answer = routes.get(path, (None, None))

@@ -318,6 +318,9 @@ def test_models_health_and_what_follows_a_question_mark(server):
     assert abs(model["created"] - time.time()) < 3600
     assert ask(server, "GET", "/health")[0] == 200
     assert ask(server, "GET", "/v1/models?limit=20&after=x")[2] == data
+    status, _, data = ask(server, "GET", f"/v1/models/{model['id']}")
+    assert (status, json.loads(data)) == (200, model)
+    assert ask(server, "GET", "/v1/models/another")[0] == 404
     assert ask(server, "GET", "/metrics?")[0] == ask(server, "POST", "/v1/completions?api-version=1", {"prompt": "The"})[0] == 200
 
 
