@@ -40,7 +40,7 @@ import math
 import warnings
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -225,7 +225,6 @@ class Batch:
     tokens: np.ndarray          # [T] ids
     positions: np.ndarray       # [T] position of each token in its own sequence
     sequences: np.ndarray       # [T] which of the R sequences it belongs to
-    slots: np.ndarray           # [T] where its K and V go (vLLM's slot_mapping)
     query_start: np.ndarray     # [R + 1] sequence r owns the rows [query_start[r], query_start[r + 1])
     context_len: np.ndarray     # [R] tokens in the cache once this step's are written: the last row attends to all
     block_tables: np.ndarray    # [R, W] block ids, padded with -1
@@ -246,10 +245,14 @@ class Batch:
         query_start = np.concatenate([[0], np.cumsum(counts)])
         owner = np.repeat(np.arange(len(counts)), counts)                               # [T] row -> sequence
         positions = np.arange(len(owner)) + (starts - query_start[:-1])[owner]          # [T]
-        slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
         context_len = starts + counts
         logit_rows = np.flatnonzero(positions >= (context_len - wanted)[owner])
-        return cls(np.concatenate(ids), positions, owner, slots, query_start, context_len, block_tables, logit_rows, block_size)
+        return cls(np.concatenate(ids), positions, owner, query_start, context_len, block_tables, logit_rows, block_size)
+
+    @cached_property
+    def slots(self):
+        """[T] where K and V of each token go (vLLM's slot_mapping)."""
+        return self.slots_of(self.sequences, self.positions)
 
     def slots_of(self, sequences, positions):
         """Where K and V of these positions live: the paging itself. Two integers, or arrays that broadcast."""
@@ -259,11 +262,11 @@ class Batch:
 # ----------------------------------------------------------------------------------------------
 # attention over the block tables
 
-FEW_ROWS = 5                    # of a sequence in a step: a decode, or one with a few guesses
+MAX_PAIRS_IN_PLACE = 1000       # (row, key) pairs of a sequence with several rows: more than that are worth a copy of the keys
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")         # with the first sparse matrix of a process, torch says that they are new
-    torch.sparse_csr_tensor([0, 0], [], [], (1, 1))
+    torch.sparse_csr_tensor([0, 1], [0], [0.0], (1, 1))
 
 
 def attention_numpy(q, k_cache, v_cache, batch):
@@ -288,13 +291,12 @@ def attention_numpy(q, k_cache, v_cache, batch):
 
 
 def attention_torch(q, k_cache, v_cache, batch):
-    """The same in torch, each sequence in the cheaper of two ways. Shapes as in attention_numpy."""
+    """The same in torch: decodes and other short work InPlace, chunks of prompts Gathered. Shapes as in attention_numpy."""
     if batch.reading is None:
-        # Sparse products are for a CPU, and torch has none in 16 bits: elsewhere every sequence is Gathered.
-        few = (np.diff(batch.query_start) <= FEW_ROWS) & (q.device.type == "cpu" and q.dtype.itemsize > 2)
-        rows = np.flatnonzero(few[batch.sequences])
-        batch.reading = [Gathered(batch, r, k_cache) for r in np.flatnonzero(~few)]
-        batch.reading += [InPlace(batch, rows, q.shape[1], k_cache)] if len(rows) else []
+        rows, on_cpu = np.diff(batch.query_start), q.device.type == "cpu" and q.dtype.itemsize > 2      # sparse 16 bits: not in torch
+        short = ((rows == 1) | (rows * batch.context_len <= MAX_PAIRS_IN_PLACE)) & on_cpu
+        batch.reading = [Gathered(batch, r, k_cache) for r in np.flatnonzero(~short)]
+        batch.reading += [InPlace(batch, np.flatnonzero(short[batch.sequences]), q.shape[1], k_cache)] if short.any() else []
     out = torch.empty_like(q)
     for part in batch.reading:
         out[part.rows] = part.attend(q[part.rows], k_cache, v_cache)
@@ -302,16 +304,15 @@ def attention_torch(q, k_cache, v_cache, batch):
 
 
 class Gathered:
-    """How a chunk of a prompt reads. Its rows look at the same keys and values: these are copied out of their slots, once for
-    all rows, and the rest is dense matrices."""
+    """A chunk of a prompt: many rows that look at the same keys and values. These are copied out of their slots, once for all
+    rows, and from there on it is dense matrices."""
 
     def __init__(self, batch, r, cache):
         rows, column = np.arange(*batch.query_start[r:r + 2]), np.arange(batch.context_len[r])
         # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
         mask = np.where(column <= batch.positions[rows, None], np.float32(0), np.float32(-np.inf))      # added to the scores
-        self.rows, self.slots, mask = (torch.from_numpy(array).to(cache.device)
-                                       for array in (rows, batch.slots_of(r, column), mask))            # [n], [C], [n, C]
-        self.mask = mask.to(cache.dtype)
+        self.rows, self.slots = (torch.from_numpy(array).to(cache.device) for array in (rows, batch.slots_of(r, column)))
+        self.mask = torch.from_numpy(mask).to(cache.device, cache.dtype)            # [n, C]
         self.room = cache.new_empty((2, len(column), *cache.shape[2:]))     # once for all layers: new memory is slow memory
 
     def attend(self, q, k_cache, v_cache):
@@ -323,10 +324,14 @@ class Gathered:
 
 
 class InPlace:
-    """How decodes read. A single row would use a copy of its keys and values once, so it reads them where they are.
+    """Decodes, of all sequences together. A single row would use a copy of its keys and values once, so it reads them where they
+    are: the block tables become the pattern of a sparse matrix, which has a line for each head of each row, a column for each
+    head of each slot in the pool, and an entry where a line may look. With one head, and two decodes at positions 2 and 0:
 
-    All such rows together see the pool as one sparse matrix, `table`. It has a line for each head of each row, a column for each
-    head of each slot, and entries where block table and position let the line look.
+    >>> batch = Batch.build([([5], 2, [3, 1], 1), ([7], 0, [2], 1)], block_size=2)
+    >>> reading = InPlace(batch, rows=np.array([0, 1]), H=1, cache=torch.zeros(4, 2, 1, 8))
+    >>> reading.starts.tolist(), reading.columns.tolist()       # line 0 has the entries 0, 1 and 2, line 1 has entry 3
+    ([0, 3, 4], [6, 7, 2, 4])
     """
 
     def __init__(self, batch, rows, H, cache):
@@ -336,21 +341,24 @@ class InPlace:
         line, position = np.nonzero(seen)                                           # of each entry
         columns = batch.slots_of(batch.sequences[rows[line // H]], position) * G + line % H * G // H
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.rows, self.places, self.starts, self.columns = map(torch.from_numpy, (rows, np.flatnonzero(seen), starts, columns))
+        self.rows, self.starts, self.columns, self.seen = map(torch.from_numpy, (rows, starts, columns, np.flatnonzero(seen)))
+        self.scores = cache.new_full(seen.shape, -math.inf)         # [lines, C]: softmax gives no weight to what is behind an end
+        # A line's columns are in order of position. The format wants them sorted, but what is used of it below does not look.
         self.table = torch.sparse_csr_tensor(self.starts, self.columns, cache.new_zeros(len(columns)), (len(lengths), N * B * G),
-                                             check_invariants=False)                # its columns are not in order, and need not be
-        self.scores = cache.new_full(seen.shape, -math.inf)                         # and so they stay where a line has ended
+                                             check_invariants=False)
 
     def attend(self, q, k_cache, v_cache):
         keys, values = (cache.flatten(0, 2) for cache in (k_cache, v_cache))        # [slots * G, D]
-        # q @ keys.T where the table has entries, and nowhere else.
+        # q @ keys.T where the table has entries, and nowhere else. It is added to 0 times what stands there, which for an infinite
+        # score of the last layer would not be 0.
+        self.table.values().zero_()
         torch.sparse.sampled_addmm(self.table, q.flatten(0, 1), keys.T, beta=0, alpha=q.shape[-1] ** -0.5, out=self.table)
-        self.scores.view(-1)[self.places] = self.table.values()
-        weights = torch.softmax(self.scores, dim=-1).view(-1)[self.places]
+        self.scores.view(-1)[self.seen] = self.table.values()
+        weights = torch.softmax(self.scores, dim=-1).view(-1)[self.seen]
         # The weighted sum of the values that a line looks at; torch calls them a bag.
         attended = F.embedding_bag(self.columns, values, self.starts, mode="sum", per_sample_weights=weights,
                                    include_last_offset=True)
-        return attended.view(q.shape)                                               # [lines, D] -> [R', H, D]
+        return attended.view(q.shape)                                               # [lines, D] -> [rows, H, D]
 
 
 # ----------------------------------------------------------------------------------------------

@@ -217,8 +217,8 @@ def multiply_by(matrix, bias=None):
 
     A CPU reads a large matrix in a layout of its own, and the plain multiply makes that layout anew in every call; here it is
     made once. The operators for that are private to torch: where they are missing, or don't know the type, the plain multiply
-    has to do. A 16-bit type that a CPU has no instructions for takes a hundred times as long as float32, so it is multiplied in
-    float32, and only the results are rounded.
+    has to do. In 16 bits a CPU's plain multiply takes up to a hundred times as long as in float32, so there it is float32's, and
+    only the results are rounded.
     """
     if matrix.device.type == "cpu":
         if matrix.numel() >= 2**18 and torch.backends.mkldnn.is_available():        # a small one stays in the cache as it is
@@ -227,7 +227,7 @@ def multiply_by(matrix, bias=None):
                 return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         if matrix.dtype.itemsize == 2:
             in_float32 = multiply_by(matrix.float(), None if bias is None else bias.float())
-            return lambda x: in_float32(x.float()).to(matrix.dtype)
+            return lambda x: in_float32(x.float()).to(x.dtype)
     return lambda x: F.linear(x, matrix.T, bias)
 
 
@@ -295,7 +295,7 @@ class EngineConfig(Checked):
 
     model                   tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files
     device                  cpu or cuda; default: cuda where there is one
-    dtype                   of weights and K/V (16 bits on a CPU: of weights only); default: float32 on a CPU, float16 on a GPU
+    dtype                   of weights and K/V (a CPU keeps 16-bit K/V in float32); default: float32 on a CPU, float16 on a GPU
     attention               numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU with CuPy where
                             kernels.cu can do it, else torch
     threads                 CPU threads; default: 1 for a model as small as tiny, else torch's choice

@@ -14,9 +14,8 @@ Then three workloads, the first two the median of their runs:
 Beside each stands its floor. A step takes at least the time to move its bytes (weights once, K and V of every context) at
 the memory's rate, and at least the time of its FLOPs at the best rate of the multiply; the larger of the two is the step's
 floor, and a workload's floor is the sum over its steps. What is reached of it is floor / measured. A 16-bit type that a CPU has
-no instructions for is multiplied in float32, a little more slowly than float32 itself; then the floor has float32's rate, and
-the bytes of the 16-bit type, which an engine would not have to store in float32 to multiply them so. For tiny the floor says
-less: its weights stay in a cache, which is faster than memory.
+no instructions for is multiplied in float32; then the floor has float32's rate, and still 16-bit bytes, since an engine could
+convert them after reading. For tiny the floor says less: its weights stay in a cache, which is faster than memory.
 
 Last, where the time of mixed went, part by part. That is a run of its own with a clock around every part, so that no clock
 disturbs the figures above. It computes one step of several: the schedule of mixed does not depend on what the tokens

@@ -1,7 +1,10 @@
 """Shared by all tests: the modules on the path, and one thread for torch (the test machine may be busy)."""
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,18 +15,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 torch.set_num_threads(1)
 
 
-AHEAD = ThreadPoolExecutor(1)       # for what other processes do: a compiler, a program under a sanitizer
+AHEAD = []                          # the process that compiles ahead, if there is one
 
 
 def pytest_collection_finish(session):
-    """In a run of all tests, modules that wait for other processes start them now: the tests keep one core busy, not two."""
+    """In a run of all tests a second process compiles kernels from the start: the tests that need them wait less."""
     if len(session.items) > 1000 and not session.config.option.collectonly:
-        for module in {item.module for item in session.items}:
-            getattr(module, "start_ahead", lambda pool: None)(AHEAD)
+        AHEAD.append(subprocess.Popen([sys.executable, "-c", "import test_kernels; test_kernels.compile_ahead()"], cwd=ROOT / "tests",
+                                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True))
 
 
 def pytest_unconfigure():
-    AHEAD.shutdown(wait=False, cancel_futures=True)
+    for process in AHEAD:
+        with contextlib.suppress(ProcessLookupError):           # it has long finished
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(autouse=True)

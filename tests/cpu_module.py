@@ -187,9 +187,8 @@ def build(source, options):
     return library
 
 
-@functools.cache
 def plain_environment():
-    """The environment, as it was first, without a sanitizer preloaded: the compiler itself needs none, and is slow under it."""
+    """The environment without a sanitizer preloaded: the compiler itself needs none, and is slow under it."""
     return {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
 
 

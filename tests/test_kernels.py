@@ -43,15 +43,15 @@ class OnCpu:
         return {name: module.get_function(name) for name in names}
 
 
-def start_ahead(pool):
-    """What takes minutes in all, before the tests ask for it. Whatever is ready stands in tests/build, or in SANITIZED."""
-    if cpu_module.available():
-        cpu_module.plain_environment()                  # now: the tests change the environment while the pool reads it
-        for case in SANITIZER_CASES:
-            SANITIZED[case[:2]] = pool.submit(run_sanitized_program, *case[:2])
-        for dtype, D in sorted({(dtype, D) for dtype in DTYPES for _, _, D in HEADS}, key=str):
-            pool.submit(cpu_module.CpuModule, CODE, kvcache.kernel_names(dtype, D))
-        pool.submit(compile_all_bugs)
+def compile_ahead():
+    """Fill tests/build with what takes minutes in all, in the order in which the tests ask for it."""
+    if not cpu_module.available():
+        return
+    for dtype, D in sorted({(dtype, D) for dtype in DTYPES for _, _, D in HEADS}, key=str):
+        cpu_module.CpuModule(CODE, kvcache.kernel_names(dtype, D))
+    compile_all_bugs(at_once=1)
+    for kind, bug, _ in SANITIZER_CASES:
+        cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
 
 
 @pytest.fixture
@@ -252,10 +252,10 @@ def all_bugs_compiled():
     compile_all_bugs()
 
 
-def compile_all_bugs():
-    """Every buggy variant, two at a time: the compiler is what these tests wait for."""
+def compile_all_bugs(at_once=2):
+    """Every buggy variant: the compiler is what these tests wait for."""
     names = kvcache.kernel_names(torch.float32, 32)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda bug: cpu_module.CpuModule(CODE.replace(bug[1], bug[2]), names), KERNEL_BUGS))
 
 
@@ -313,22 +313,14 @@ print("done")
 
 SANITIZER_CASES = [("address", None, None), ("thread", None, None), ("address", "padding-written", "kernels.cu"),
                    ("thread", "last-barrier-missing", "data race")]
-SANITIZED = {}          # (kind, bug) -> the future of its run, where start_ahead has begun it
-
-
-def run_sanitized_program(kind, bug):
-    """-> (why it can't be run here or "", the finished process)."""
-    reason = cpu_module.sanitizer_unavailable_reason(kind)
-    return reason, None if reason else cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
 
 
 @pytest.mark.parametrize("kind, bug, finding", SANITIZER_CASES)
 def test_sanitizers(kind, bug, finding):
     """Clean as it is; with a bug, the sanitizer names the line even where the numbers happen to come out right."""
-    begun = SANITIZED.get((kind, bug))
-    reason, done = begun.result() if begun else run_sanitized_program(kind, bug)
-    if reason:
-        pytest.skip(reason)
+    if cpu_module.sanitizer_unavailable_reason(kind):
+        pytest.skip(cpu_module.sanitizer_unavailable_reason(kind))
+    done = cpu_module.run_sanitized(PROGRAM, kind, *([bug] if bug else []))
     if finding:
         assert done.returncode != 0 and finding in done.stderr and "kernels.cu" in done.stderr, done.stderr[-2000:]
     else:

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -636,21 +637,34 @@ def without_the_operator(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_linear_layer_is_right_to_the_last_bits_of_its_type(dtype, shape, with_bias, lack, monkeypatch):
-    """Against float64, in units of the type's precision. The result is rounded once: half a unit of itself. Before that, sums of
-    n products of at most 4 x 4 are added up in the type or a finer one: for float32 at most n units of the sum of their sizes, far
-    less in practice; the 16-bit types are added up in float32."""
+    """Against float64, in units of the type's precision. The result is rounded once: half a unit of itself. Before that, n products
+    are added up in the type, or in float32 if it has 16 bits: n roundings, each of at most half a unit of the sum of the products'
+    sizes. They go either way, so they add up like sqrt(n), not n. (A product in 11 bits would be twenty times over it.)"""
     from nanoserve import multiply_by
     lack(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     x, matrix, bias = (torch.randn(*size, generator=generator).clamp(-4, 4).to(dtype) for size in ((5, shape[0]), shape, shape[1:]))
-    product = multiply_by(matrix, bias if with_bias else None)(x)
+    check_linear(multiply_by(matrix, bias if with_bias else None), x, matrix, bias * with_bias)
+
+
+def check_linear(multiply, x, matrix, bias):
+    dtype, shape, product = x.dtype, matrix.shape, multiply(x)
     assert product.dtype == dtype and product.shape == (5, shape[1])
-    exact = x.double() @ matrix.double() + (bias.double() if with_bias else 0)
+    exact = x.double() @ matrix.double() + bias.double()
     sizes = x.double().abs() @ matrix.double().abs() + bias.double().abs()
     sums = torch.finfo(torch.float32 if dtype.itemsize == 2 else dtype)
-    bound = torch.finfo(dtype).eps * exact.abs() + shape[0] * sums.eps * sizes
+    bound = torch.finfo(dtype).eps * exact.abs() + shape[0] ** 0.5 * sums.eps * sizes
     off = (product.double() - exact).abs()
     assert bool((off <= bound).all()), f"off by {(off / bound).max():.2f} times the bound"
+
+
+def test_that_check_fails_for_a_coarser_product():
+    """11 bits, as some GPUs multiply float32 if they are let."""
+    generator = torch.Generator().manual_seed(0)
+    x, matrix = (torch.randn(*size, generator=generator) for size in ((5, 768), (768, 2304)))
+    coarse = matrix.half().float()
+    with pytest.raises(AssertionError, match="times the bound"):
+        check_linear(lambda x: x.half().float() @ coarse, x, matrix, torch.zeros(2304))
 
 
 def test_a_type_that_the_cpu_does_not_know_is_multiplied_in_float32(monkeypatch):
@@ -660,8 +674,11 @@ def test_a_type_that_the_cpu_does_not_know_is_multiplied_in_float32(monkeypatch)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(x.dtype) or linear(x, *rest))
     without_packing(monkeypatch)
     for dtype in (torch.bfloat16, torch.float16):
-        matrix = torch.ones(512, 1024, dtype=dtype)
-        assert multiply_by(matrix, matrix[0])(matrix[:2, :512]).dtype == dtype
+        matrix, x = torch.ones(512, 1024, dtype=dtype), torch.ones(2, 512, dtype=dtype)
+        multiply, alive = multiply_by(matrix), weakref.ref(matrix)
+        assert multiply(x).dtype == dtype
+        del matrix
+        assert not alive()              # it is not kept beside its float32 copy
     assert seen == [torch.float32] * 2
 
 
