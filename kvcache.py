@@ -226,11 +226,11 @@ class Batch:
     positions: np.ndarray       # [T] position of each token in its own sequence
     sequences: np.ndarray       # [T] which of the R sequences it belongs to
     query_start: np.ndarray     # [R + 1] sequence r owns the rows [query_start[r], query_start[r + 1])
-    context_len: np.ndarray     # [R] tokens in the cache once this step's are written: the last row attends to all
+    context_len: np.ndarray     # [R] tokens of it in the cache once this step's are written: its last row attends to all
     block_tables: np.ndarray    # [R, W] block ids, padded with -1
     logit_rows: np.ndarray      # rows whose logits somebody will sample from
     block_size: int
-    # Made by the first layer, used by all: how attention_torch reads K and V, and how kernels.cu does.
+    # Made by the first layer of a model, used by all its layers: how attention_torch reads K and V, and how kernels.cu does.
     reading: list | None = None
     launch_plan: "LaunchPlan | None" = None
 
@@ -255,14 +255,14 @@ class Batch:
         return self.slots_of(self.sequences, self.positions)
 
     def slots_of(self, sequences, positions):
-        """Where K and V of these positions live: the paging itself. Two integers, or arrays that broadcast."""
+        """Where K and V of these positions live: the paging itself. sequences, positions: integers, or arrays that broadcast."""
         return self.block_tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size
 
 
 # ----------------------------------------------------------------------------------------------
 # attention over the block tables
 
-MAX_PAIRS_IN_PLACE = 1000       # (row, key) pairs of a sequence with several rows: more than that are worth a copy of the keys
+MAX_PAIRS_IN_PLACE = 1000       # new rows of a sequence * its context: beyond that, copying its keys once pays
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")         # with the first sparse matrix of a process, torch says that they are new
@@ -270,7 +270,7 @@ with warnings.catch_warnings():
 
 
 def attention_numpy(q, k_cache, v_cache, batch):
-    """The reference: every row attends to positions 0 .. its own, one slot after the other, in float64.
+    """The reference: every row attends to positions 0 .. its own, row by row and head by head, in float64.
 
     q [T, H, D], caches [N, B, G, D] of one layer, torch tensors on the CPU -> [T, H, D].
     Query head h reads key/value head h // (H / G).
@@ -291,10 +291,11 @@ def attention_numpy(q, k_cache, v_cache, batch):
 
 
 def attention_torch(q, k_cache, v_cache, batch):
-    """The same in torch: decodes and other short work InPlace, chunks of prompts Gathered. Shapes as in attention_numpy."""
+    """The same in torch. On a CPU decodes and short chunks are read InPlace, longer chunks Gathered; on a GPU, or in 16 bits, all
+    are Gathered. Shapes as in attention_numpy; H is a multiple of G."""
     if batch.reading is None:
-        rows, on_cpu = np.diff(batch.query_start), q.device.type == "cpu" and q.dtype.itemsize > 2      # sparse 16 bits: not in torch
-        short = ((rows == 1) | (rows * batch.context_len <= MAX_PAIRS_IN_PLACE)) & on_cpu
+        rows, sparse = np.diff(batch.query_start), q.device.type == "cpu" and q.dtype.itemsize > 2      # torch has no 16-bit ones
+        short = ((rows == 1) | (rows * batch.context_len <= MAX_PAIRS_IN_PLACE)) & sparse
         batch.reading = [Gathered(batch, r, k_cache) for r in np.flatnonzero(~short)]
         batch.reading += [InPlace(batch, np.flatnonzero(short[batch.sequences]), q.shape[1], k_cache)] if short.any() else []
     out = torch.empty_like(q)
@@ -304,16 +305,16 @@ def attention_torch(q, k_cache, v_cache, batch):
 
 
 class Gathered:
-    """A chunk of a prompt: many rows that look at the same keys and values. These are copied out of their slots, once for all
-    rows, and from there on it is dense matrices."""
+    """One sequence, as a rule a chunk of a prompt: many rows that look at the same keys and values. These are copied out of their
+    slots, once for all rows, and from there on it is dense matrices."""
 
     def __init__(self, batch, r, cache):
         rows, column = np.arange(*batch.query_start[r:r + 2]), np.arange(batch.context_len[r])
-        # Causal by position, not a triangle: a chunk starts in the middle of its sequence, and sees all before it.
+        # Causal by position, no plain triangle: a chunk can start in the middle of its sequence, and sees all before it.
         mask = np.where(column <= batch.positions[rows, None], np.float32(0), np.float32(-np.inf))      # added to the scores
         self.rows, self.slots = (torch.from_numpy(array).to(cache.device) for array in (rows, batch.slots_of(r, column)))
         self.mask = torch.from_numpy(mask).to(cache.device, cache.dtype)            # [n, C]
-        self.room = cache.new_empty((2, len(column), *cache.shape[2:]))     # once for all layers: new memory is slow memory
+        self.room = cache.new_empty((2, len(column), *cache.shape[2:]))     # once for all layers: new memory is slow
 
     def attend(self, q, k_cache, v_cache):
         for cache, gathered in zip((k_cache, v_cache), self.room):
@@ -324,9 +325,12 @@ class Gathered:
 
 
 class InPlace:
-    """Decodes, of all sequences together. A single row would use a copy of its keys and values once, so it reads them where they
-    are: the block tables become the pattern of a sparse matrix, which has a line for each head of each row, a column for each
-    head of each slot in the pool, and an entry where a line may look. With one head, and two decodes at positions 2 and 0:
+    """Decodes and short chunks, of all sequences together. A single row would use a copy of its keys and values only once, so they
+    are read where they are: the block tables become the pattern of a sparse matrix. It has a line for each query head of each row,
+    a column for each key/value head of each slot in the pool, and an entry for each key that the line attends to.
+
+    With one head, blocks of 2, and two decodes, at position 2 (0 and 1 in block 3: slots 6 and 7; 2 in block 1: slot 2) and at
+    position 0 (in block 2: slot 4):
 
     >>> batch = Batch.build([([5], 2, [3, 1], 1), ([7], 0, [2], 1)], block_size=2)
     >>> reading = InPlace(batch, rows=np.array([0, 1]), H=1, cache=torch.zeros(4, 2, 1, 8))
@@ -342,20 +346,20 @@ class InPlace:
         columns = batch.slots_of(batch.sequences[rows[line // H]], position) * G + line % H * G // H
         starts = np.concatenate([[0], np.cumsum(lengths)])
         self.rows, self.starts, self.columns, self.seen = map(torch.from_numpy, (rows, starts, columns, np.flatnonzero(seen)))
-        self.scores = cache.new_full(seen.shape, -math.inf)         # [lines, C]: softmax gives no weight to what is behind an end
-        # A line's columns are in order of position. The format wants them sorted, but what is used of it below does not look.
+        self.scores = cache.new_full(seen.shape, -math.inf)         # [lines, longest]; no weight behind a line's end
+        # The format wants ascending columns, these are in order of position. What is used below takes any order: no check.
         self.table = torch.sparse_csr_tensor(self.starts, self.columns, cache.new_zeros(len(columns)), (len(lengths), N * B * G),
                                              check_invariants=False)
 
     def attend(self, q, k_cache, v_cache):
         keys, values = (cache.flatten(0, 2) for cache in (k_cache, v_cache))        # [slots * G, D]
-        # q @ keys.T where the table has entries, and nowhere else. It is added to 0 times what stands there, which for an infinite
-        # score of the last layer would not be 0.
+        # The scores: q @ keys.T, only at the table's entries. It is added to 0 times the old entries, and 0 times an infinite score
+        # that the layer before has left would not be 0: so they are cleared.
         self.table.values().zero_()
         torch.sparse.sampled_addmm(self.table, q.flatten(0, 1), keys.T, beta=0, alpha=q.shape[-1] ** -0.5, out=self.table)
         self.scores.view(-1)[self.seen] = self.table.values()
         weights = torch.softmax(self.scores, dim=-1).view(-1)[self.seen]
-        # The weighted sum of the values that a line looks at; torch calls them a bag.
+        # For each line, the sum of the values that it looks at (torch calls them a bag), times their weights.
         attended = F.embedding_bag(self.columns, values, self.starts, mode="sum", per_sample_weights=weights,
                                    include_last_offset=True)
         return attended.view(q.shape)                                               # [lines, D] -> [rows, H, D]

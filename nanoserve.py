@@ -217,11 +217,11 @@ def multiply_by(matrix, bias=None):
 
     A CPU reads a large matrix in a layout of its own, and the plain multiply makes that layout anew in every call; here it is
     made once. The operators for that are private to torch: where they are missing, or don't know the type, the plain multiply
-    has to do. In 16 bits a CPU's plain multiply takes up to a hundred times as long as in float32, so there it is float32's, and
-    only the results are rounded.
+    has to do. A 16-bit matrix that is not packed is kept in float32, since a CPU's plain multiply takes up to a hundred times as
+    long in 16 bits; the results are rounded.
     """
     if matrix.device.type == "cpu":
-        if matrix.numel() >= 2**18 and torch.backends.mkldnn.is_available():        # a small one stays in the cache as it is
+        if matrix.numel() >= 2**18 and torch.backends.mkldnn.is_available():        # a small one stays in the CPU's cache
             with contextlib.suppress(AttributeError, RuntimeError):
                 packed = torch.ops.mkldnn._reorder_linear_weight(matrix.T.contiguous(), 16)
                 return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -232,7 +232,7 @@ def multiply_by(matrix, bias=None):
 
 
 class GPT2:
-    """The same function over a ragged batch, in torch, with K and V in the paged cache.
+    """The function of gpt2_reference in torch, for many sequences at once, with K and V in the paged cache.
 
     The T rows of a pass are the tokens of all its requests, end to end: a decode is one row, a chunk of a prompt a hundred.
     Embedding, LayerNorm, linear layers and MLP treat every row alike and by itself, so they need not know whose it is; that is
@@ -240,7 +240,7 @@ class GPT2:
     """
 
     def __init__(self, weights, dtype, device):
-        """Takes the weights in `dtype` to `device`, linear layers as functions (`multiply`), the rest as tensors (`weights`)."""
+        """Moves the weights to `device`, in `dtype`: linear layers become functions (`multiply`), others stay tensors."""
         self.config, self.device = weights.config, device
         self.weights = w = {name: tensor.to(device, dtype) for name, tensor in weights.items()}     # no copy if it is so already
         self.multiply = {"head": multiply_by(w["wte.weight"].T)}
@@ -251,7 +251,7 @@ class GPT2:
     def forward(self, batch, cache):
         """Compute batch.tokens [T], writing their K and V into `cache` -> logits [S, V] of batch.logit_rows.
 
-        Tokens and positions go to the device here; everything behind is `compute`, which a CUDA graph can record.
+        Tokens and positions go to the device here; everything after that is `compute`, which a CUDA graph can record.
         """
         on_device = [torch.from_numpy(array).to(self.device) for array in (batch.tokens, batch.positions, batch.logit_rows)]
         return self.compute(*on_device, batch, cache)
@@ -295,7 +295,8 @@ class EngineConfig(Checked):
 
     model                   tiny (embedded), gpt2 (tiny's function in GPT-2's 124M shape) or a folder of GPT-2 files
     device                  cpu or cuda; default: cuda where there is one
-    dtype                   of weights and K/V (a CPU keeps 16-bit K/V in float32); default: float32 on a CPU, float16 on a GPU
+    dtype                   of weights and K/V (in 16 bits a CPU keeps K/V and a draft model in float32); default: float32 on a
+                            CPU, float16 on a GPU
     attention               numpy (the slow reference), torch or cuda (kernels.cu); default: cuda on a GPU with CuPy where
                             kernels.cu can do it, else torch
     threads                 CPU threads; default: 1 for a model as small as tiny, else torch's choice
