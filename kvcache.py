@@ -345,8 +345,9 @@ class InPlace:
         line, position = np.nonzero(seen)                                           # of each entry
         columns = batch.slots_of(batch.sequences[rows[line // H]], position) * G + line % H * G // H
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        self.rows, self.starts, self.columns, self.seen = map(torch.from_numpy, (rows, starts, columns, np.flatnonzero(seen)))
-        self.scores = cache.new_full(seen.shape, -math.inf)         # [lines, longest]; no weight behind a line's end
+        self.rows, self.starts, self.columns, self.places = map(torch.from_numpy, (rows, starts, columns, np.flatnonzero(seen)))
+        # [lines, longest]: a place for each entry, and behind a line's end -inf, which softmax gives no weight.
+        self.scores = cache.new_full(seen.shape, -math.inf)
         # The format wants ascending columns, these are in order of position. What is used below takes any order: no check.
         self.table = torch.sparse_csr_tensor(self.starts, self.columns, cache.new_zeros(len(columns)), (len(lengths), N * B * G),
                                              check_invariants=False)
@@ -357,8 +358,8 @@ class InPlace:
         # that the layer before has left would not be 0: so they are cleared.
         self.table.values().zero_()
         torch.sparse.sampled_addmm(self.table, q.flatten(0, 1), keys.T, beta=0, alpha=q.shape[-1] ** -0.5, out=self.table)
-        self.scores.view(-1)[self.seen] = self.table.values()
-        weights = torch.softmax(self.scores, dim=-1).view(-1)[self.seen]
+        self.scores.view(-1)[self.places] = self.table.values()
+        weights = torch.softmax(self.scores, dim=-1).view(-1)[self.places]
         # For each line, the sum of the values that it looks at (torch calls them a bag), times their weights.
         attended = F.embedding_bag(self.columns, values, self.starts, mode="sum", per_sample_weights=weights,
                                    include_last_offset=True)

@@ -217,8 +217,8 @@ def multiply_by(matrix, bias=None):
 
     A CPU reads a large matrix in a layout of its own, and the plain multiply makes that layout anew in every call; here it is
     made once. The operators for that are private to torch: where they are missing, or don't know the type, the plain multiply
-    has to do. A 16-bit matrix that is not packed is kept in float32, since a CPU's plain multiply takes up to a hundred times as
-    long in 16 bits; the results are rounded.
+    has to do. A 16-bit matrix that is not packed is kept in float32, since a CPU's plain multiply takes many times as long in 16
+    bits; the results are rounded.
     """
     if matrix.device.type == "cpu":
         if matrix.numel() >= 2**18 and torch.backends.mkldnn.is_available():        # a small one stays in the CPU's cache

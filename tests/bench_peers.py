@@ -4,7 +4,7 @@ Hugging Face transformers, where it is installed (it is no requirement of this p
 continuous batching. The weights are the same (tiny inflated to 124M), so are prompts and lengths, and every engine has as
 many sequences at a time. One round runs each engine once, so that a disturbance meets all of them; the ratios are those of the
 medians over the rounds. Greedy, <|endoftext|> ignored, no prefix cache. Outputs are checked for their length. On a CPU without
-instructions for bfloat16, transformers multiplies it about a hundred times as slowly as float32: compare float32 there.
+instructions for bfloat16, transformers multiplies it many times as slowly as float32: compare float32 there.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from common import assert_close
 from kvcache import Batch, KVCache
 from nanoserve import (
     GPT2, Engine, ModelConfig, SamplingParams, Tokenizer, Weights, gpt2_reference, load_model,
-    load_weights)
+    load_weights, multiply_by)
 from weights.inflate import GPT2_124M, inflate
 from weights.tokenizer import BYTE_TO_CHAR
 
@@ -639,8 +639,7 @@ def without_the_operator(monkeypatch):
 def test_a_linear_layer_is_right_to_the_last_bits_of_its_type(dtype, shape, with_bias, lack, monkeypatch):
     """Against float64, in units of the type's precision. The result is rounded once: half a unit of itself. Before that, n products
     are added up in the type, or in float32 if it has 16 bits: n roundings, each of at most half a unit of the sum of the products'
-    sizes. They go either way, so they add up like sqrt(n), not n. (A product in 11 bits would be twenty times over it.)"""
-    from nanoserve import multiply_by
+    sizes. They go either way, so they add up like sqrt(n), not n."""
     lack(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     x, matrix, bias = (torch.randn(*size, generator=generator).clamp(-4, 4).to(dtype) for size in ((5, shape[0]), shape, shape[1:]))
@@ -667,11 +666,16 @@ def test_that_check_fails_for_a_coarser_product():
         check_linear(lambda x: x.half().float() @ coarse, x, matrix, torch.zeros(2304))
 
 
-def test_a_type_that_the_cpu_does_not_know_is_multiplied_in_float32(monkeypatch):
-    """addmm in such a type is slow beyond use; what is called has to be a float32 multiply."""
-    from nanoserve import multiply_by
-    seen, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(x.dtype) or linear(x, *rest))
+@pytest.fixture
+def plain_multiplies(monkeypatch):
+    """The type of each plain multiply from here on."""
+    seen, linear = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: seen.append(x.dtype) or linear(x, *rest))
+    return seen
+
+
+def test_a_type_that_the_cpu_does_not_know_is_multiplied_in_float32(monkeypatch, plain_multiplies):
+    """The plain multiply in such a type is slow beyond use; what is called has to be float32's."""
     without_packing(monkeypatch)
     for dtype in (torch.bfloat16, torch.float16):
         matrix, x = torch.ones(512, 1024, dtype=dtype), torch.ones(2, 512, dtype=dtype)
@@ -679,13 +683,16 @@ def test_a_type_that_the_cpu_does_not_know_is_multiplied_in_float32(monkeypatch)
         assert multiply(x).dtype == dtype
         del matrix
         assert not alive()              # it is not kept beside its float32 copy
-    assert seen == [torch.float32] * 2
+    assert plain_multiplies == [torch.float32] * 2
 
 
-def test_without_packing_the_text_is_the_same(monkeypatch):
-    """Machines without oneDNN take the plain multiply: the same greedy tokens on the 124M shape."""
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_without_packing_the_text_is_the_same(monkeypatch, plain_multiplies):
+    """Machines without oneDNN take the plain multiply, others never do: the same greedy tokens on the 124M shape."""
     params = SamplingParams(max_tokens=8, temperature=0)
     [packed] = Engine(model="gpt2", num_blocks=8).generate("Once upon a time", params)
+    assert not plain_multiplies
     without_packing(monkeypatch)
     engine = Engine(model="gpt2", num_blocks=8)
     assert engine.generate("Once upon a time", params)[0].token_ids == packed.token_ids
+    assert plain_multiplies
